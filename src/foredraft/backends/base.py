@@ -1,6 +1,7 @@
 """The interface of a backend: one forward pass in, logits and hidden states out. Nothing here knows how a pass is made.
 
-A backend owns the cache that its passes read and write. What it does not do, and why, stands in one mapping, :attr:`Backend.reasons`.
+A backend owns the cache that its passes read and write. :attr:`Backend.reasons` says which other ways to make passes are not in use, and
+why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """What one pass is asked for.
+    """The request for one pass.
 
     Attributes:
         tree: all nodes so far; the newest ``window.nodes`` of them are read now.
@@ -42,7 +43,7 @@ class ForwardPass:
 
     @property
     def uniform_chain(self) -> bool:
-        """Slots alone say what every node sees."""
+        """A chain in which all rows start at the same slot, so that every node sees the slots up to its own."""
         return self.tree.chain and self.window.uniform
 
 
@@ -51,9 +52,9 @@ class Part:
     """Layers ``begin`` up to ``end`` (exclusive) of a pass.
 
     Attributes:
-        states: ``[R, nodes, d]`` what came out of layer ``begin`` - 1; None where that is the embeddings.
-        logits: whether the model's final norm and LM head are wanted of what comes out.
-        skip: sublayers that are left out, of a part that is all layers.
+        states: ``[R, nodes, d]`` the output of layer ``begin`` - 1; None for the embeddings.
+        logits: whether to apply the model's final norm and LM head to the output.
+        skip: sublayers that are left out; for a part with all layers only.
     """
 
     begin: int
@@ -65,15 +66,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class PassOutput:
-    """What a pass gives.
+    """The output of a pass.
 
     Attributes:
-        logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for; of a part without logits, ``[R, nodes, d]`` what
-            the final norm makes of its last states.
-        hidden: of a part, ``[R, nodes, d]`` what came out of its last layer (None behind the model's last), or with ``skip`` what layer
-            ``skip.first`` was given; otherwise
+        logits: ``[R, nodes, V]``, or ``[R, 1, V]`` if one node per row was asked for; for a part without logits, ``[R, nodes, d]`` its last
+            states after the final norm.
+        hidden: for a part, ``[R, nodes, d]`` the output of its last layer (None if that is the model's last), or with ``skip`` the input of
+            layer ``skip.first``; otherwise
             ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);
-            None if there are none. Filler may have any.
+            None if there are none. Values at filler are arbitrary.
     """
 
     logits: Tensor
@@ -81,7 +82,7 @@ class PassOutput:
 
 
 class Overrides(Protocol):
-    """What was put on the layers of a model to make them faster, and how to take it back."""
+    """Faster replacements of a model's layers, and how to take them back."""
 
     @property
     def name(self) -> str:
@@ -89,13 +90,13 @@ class Overrides(Protocol):
 
     @property
     def hints(self) -> Sequence[int]:
-        """The layouts that weights were packed in, of :mod:`foredraft.backends.packing`; none where they were not."""
+        """The layouts of :mod:`foredraft.backends.packing` that weights were packed in; none if they were not packed."""
 
     def pack(self) -> None:
-        """Replace them again, after :meth:`unpack`."""
+        """Replace the layers again, after :meth:`unpack`."""
 
     def unpack(self) -> None:
-        """Give the model its own weights back, where they are held in another form."""
+        """Give the model its own weights back, if they are held in another form."""
 
     def undo(self) -> None:
         """Leave the model as it was found."""
@@ -111,12 +112,12 @@ class Backend:
 
     Attributes:
         passes: how many were made.
-        features: the hidden states that passes hand out; None for none.
-        ragged: each row of a chain pays for its own nodes alone.
-        direct: the model in one call of a kernel, None where it is none; draft loops build on it.
-        pages: the model's attention over a cache in pages (:mod:`foredraft.backends.paged_attention`); None where layers read what
-            the cache hands out, or are kernels.
-        warm_up: passes of one kind until the next is as fast as it will be.
+        features: the hidden states that passes return; None for none.
+        ragged: nothing is computed for the filler of rows of a chain.
+        direct: the model as one call of a kernel, or None; draft loops use it.
+        pages: the model's attention over a cache in pages (:mod:`foredraft.backends.paged_attention`); None if layers read what the
+            cache returns, or are kernels.
+        warm_up: passes of one kind until they reach their full speed.
     """
 
     cache: Any
@@ -140,7 +141,7 @@ class Backend:
         return () if self.overrides is None else self.overrides.hints
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
-        """Append rows that hold ``lengths`` tokens already, each behind one of ``sources`` where the model has an encoder."""
+        """Append rows that hold ``lengths`` tokens already, with one of ``sources`` each if the model has an encoder."""
         self.cache.open(lengths)
 
     def forward(self, given: ForwardPass) -> PassOutput:
@@ -148,7 +149,7 @@ class Backend:
         raise TypeError(f"{type(self).__name__} must define forward(given)")
 
     def read(self, features: Features | None) -> None:
-        """Passes hand out these hidden states from now on."""
+        """Have passes return these hidden states from now on."""
         self.features = features
 
     def roomy(self, tokens: int) -> int:
@@ -156,7 +157,7 @@ class Backend:
         return tokens
 
     def forget_model(self) -> None:
-        """The model has changed: drop what passes have left behind, other than replacements of its layers, which are told themselves
+        """The model has changed: drop what passes have stored, and pack weights again. Replacements of layers learn of changes on their own
         (:mod:`foredraft.models.changes`)."""
         self.release()
         if self.overrides is not None:
@@ -185,7 +186,7 @@ def failure(error: BaseException) -> str:
 
 
 def differs(model: Any, found: Tensor, expected: Tensor, what: str = "logits") -> str | None:
-    """By how much ``found`` ``[R, N, V]`` differs from what an eager pass of ``model`` gives, if that is too much; NaN is.
+    """How ``found`` ``[R, N, V]`` differs from ``expected``, which an eager pass of ``model`` returned; None if it is close. NaN is not.
 
     In half precision a quarter of the nodes may differ by more: experts are chosen by scores that rounding may reorder.
     """

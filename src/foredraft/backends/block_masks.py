@@ -1,7 +1,7 @@
 """Block masks for FlexAttention, made from token trees: the mask as a function that the kernel evaluates.
 
-A slot is visible in the prefix, or where the bit of its node is set in the query's words of ancestor bits. Windows are
-transformers' own mask functions over positions, as in masks.py. Nothing is as large as nodes x slots, except for windows, whose blocks
+A query sees the prefix, and those slots whose node's bit is set in its words of ancestor bits. Windows are
+transformers' own mask functions over positions, as in masks.py. No tensor is as large as nodes x slots, except for windows, whose blocks
 are found by evaluating them once per pass and layer type. Shapes are padded to a few buckets: one compiled kernel serves many rounds.
 """
 
@@ -44,7 +44,7 @@ def span_of(width: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Spanned(Window):
-    """A window whose keys are returned up to a whole span; what lies behind the last slot written is masked."""
+    """A window whose keys are returned up to a whole span; slots after the last one written are masked."""
 
     @cached_property
     def width(self) -> int:
@@ -57,7 +57,7 @@ def spanned(window: Window) -> Spanned:
 
 @dataclass(frozen=True, eq=False)
 class TreeMask:
-    """What a slot's visibility depends on. ``Q`` queries hold the ``nodes`` of the pass and filler; ``T`` nodes fill whole words.
+    """What a slot's visibility depends on. ``Q`` queries are the ``nodes`` of the pass and filler; ``T`` nodes fill whole words.
 
     Attributes:
         queries: ``[R, N]`` positions of the nodes of this pass.
@@ -116,7 +116,7 @@ class TreeMask:
 
     @cached_property
     def whole(self) -> BlockMask:
-        """The mask of layers that see everything. Its blocks follow from the starts alone: nothing is evaluated."""
+        """The mask of layers without a window. Its blocks follow from ``starts``, so the mask function is not evaluated here."""
         ends = self._ends
         blocks = torch.arange(self.span // BLOCK, dtype=torch.int32, device=ends.device)
         full = (self.starts // BLOCK)[:, None].expand_as(ends)  # blocks that lie in the prefix
@@ -142,7 +142,7 @@ class TreeMask:
 
     @property
     def _ends(self) -> Tensor:
-        """``[R, query blocks]`` int32: behind the last slot that a query of the block may see, for parents come first."""
+        """``[R, query blocks]`` int32: the end of the slots that queries of the block may see. Parents precede their children."""
         last = torch.arange(1, -(-self.padded.shape[1] // BLOCK) + 1, dtype=torch.int32, device=self.starts.device) * BLOCK
         return self.starts[:, None] + self.before + last.clamp(max=self.nodes)
 
@@ -163,12 +163,12 @@ class TreeMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of ``blocks`` ``[R, query blocks, slot blocks]`` bool are set, and which, first in order."""
+    """How many of ``blocks`` ``[R, query blocks, slot blocks]`` bool are set, and their indices in front, in order."""
     return blocks.sum(-1), blocks.byte().argsort(dim=-1, descending=True, stable=True)
 
 
 def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
-    """The mask of ``tree`` behind each row's prefix; ``positions`` as ``TreeExecution`` makes them, of all nodes or of this pass's."""
+    """The mask of ``tree`` after each row's prefix; ``positions`` from :meth:`Eager.positions`, of all nodes or of this pass's."""
     starts = torch.tensor(window.starts, dtype=torch.int32, device=positions.device) - window.before
     queries = positions[:, -window.nodes :]
     size = queries_of(window.nodes)
@@ -184,7 +184,7 @@ def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
 
 
 def packed(ancestors: Tensor, before: int) -> Tensor:
-    """``[R, Q, T / 64]`` int64 words of ``ancestors`` ``[R, T', T']`` bool, for the nodes from ``before`` on and filler that has none."""
+    """``[R, Q, T / 64]`` int64 words of ``ancestors`` ``[R, T', T']`` bool, for nodes from ``before`` on, and filler without ancestors."""
     nodes = ancestors.shape[1] - before
     words = queries_of(max(WORD, ancestors.shape[2])) // WORD
     padding = (0, WORD * words - ancestors.shape[2], 0, queries_of(nodes) - nodes)

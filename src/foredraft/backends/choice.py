@@ -1,7 +1,7 @@
 """The one place that chooses how passes are made.
 
-``auto`` means what was measured: on a CPU packed weights or kernels where the model can have them without being held twice, and everywhere
-else, CUDA included, the model as it is with its own attention. Recordings and FlexAttention are used where they are asked for.
+``auto`` follows measurements: on a CPU it uses packed weights or kernels, unless weights would be held twice; everywhere else, CUDA
+included, the model as it is with its own attention. Recordings and FlexAttention are used on request only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         A backend whose ``facts`` say whether the model takes trees, and whose ``reasons`` say why other ways are not in use.
 
     Raises:
-        ConfigurationError: an unknown name, or a way that was asked for and cannot be had.
+        ConfigurationError: an unknown name, or a way that was asked for and is not available.
         UnsupportedModelError: the model fails the self-test.
     """
     for what, asked, known in (("execution", execution, EXECUTIONS), ("attention", attention, ATTENTIONS)):
@@ -61,7 +61,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
-    with ExitStack() as undo:  # a model that is refused, or where Ctrl-C comes, is left as it was
+    with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
         if overrides is not None:
             undo.callback(overrides.undo)
         backend: Backend = Eager(facts, overrides, reasons)
@@ -167,7 +167,7 @@ def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> Over
 
 @torch.inference_mode()
 def every_kind(backend: Backend) -> list[Tensor]:
-    """The logits of one pass of each kind that is compiled: one node and several, of one row, of rows that stand alike and not."""
+    """The logits of one pass of each kind that is compiled: one node and several; one row, rows of equal lengths, and of unequal ones."""
     vocab_size, found = backend.facts.vocab_size, []
     for lengths in ((4,), (4, 4), (4, 2)):
         trial = Trial(backend, [[(3 + row + i) % vocab_size for i in range(length)] for row, length in enumerate(lengths)])

@@ -1,13 +1,13 @@
 """Decoder layers compiled by torch, one graph for all of them and for every step.
 
 What changes from step to step, the length of the context, the number of nodes and of rows and which layer it is, must not be part of a
-graph, or each step would wait for a compiler. So it is layers that are compiled, not the model: a graph takes the layer's weights,
-its buffers of the cache, a mask and where to write as inputs, with dynamic sizes. A size of one is a size of its own to torch; single
-tokens and several, one row and several therefore have graphs of their own, all of them made when the target is built. Freezing,
+graph, or each step would wait for a compiler. Therefore layers are compiled, not the model: a graph takes the layer's weights,
+its buffers of the cache, a mask and the slots to write to as inputs, with dynamic sizes. torch specializes on sizes of one, so single
+tokens and several, one row and several have graphs of their own, all of them made when the target is built. Freezing,
 which makes weights constants of a graph, would take one graph per layer.
 
-``forward`` is overridden on single layers, and :meth:`Compilation.undo` takes that back. Layers of one kind differ in their
-``layer_idx`` only, a number that torch compiles in where it is used; inside a graph the cache does not look at it.
+``forward`` is overridden on single layers, and :meth:`Compilation.undo` undoes that. Layers of one kind differ only in their
+``layer_idx``, which torch compiles in as a constant where it is used; the cache inside a graph ignores it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foredraft.models.layers import decoder_layers
 from foredraft.models.positions import tuned_layers
 from foredraft.models.skips import LeftOut
 
-NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
+NODES = 64  # most tokens per row of a compiled pass; with more, arithmetic takes the time, and the model's own layers are as fast
 
 Passes = Callable[[], list[Tensor]]
 
@@ -37,7 +37,7 @@ class Compilation:
     """The compiled layers of one model.
 
     Args:
-        model: :func:`refusal` has nothing against it.
+        model: one that :func:`refusal` accepts.
         passes: runs every kind of pass that is to be compiled through a :class:`TreeCache`, and returns the logits of each.
 
     Attributes:
@@ -56,7 +56,7 @@ class Compilation:
             vars(layer)["forward"] = CompiledLayer(layer, self)
         try:
             found = passes()
-        except Exception as error:  # whatever torch's compiler and the compiler behind it raise: the message is handed on
+        except Exception as error:  # torch and the C++ compiler may raise anything; the message is passed on
             self.refused = f"torch.compile failed: {first_line(error)}"
         except BaseException:  # Ctrl-C
             self.undo()
@@ -76,7 +76,7 @@ class Compilation:
     hints = ()
 
     def follow(self, changed: set[Kind]) -> None:
-        """Weights are inputs of the graphs; how an adapter scales is not, and other modules have other layers."""
+        """Other weights need nothing, since they are inputs of the graphs. Other adapters need other graphs, and other modules end this."""
         if changed & STRUCTURE:
             self.undo()
         elif changed - {"weights", "hooks", "mode"}:
@@ -108,10 +108,10 @@ class Compilation:
 
 
 class Shared:
-    """What all layers of a pass need alike, prepared by the first of them in a form that does not change from pass to pass.
+    """Inputs that all layers of a pass share, prepared by the first layer, in memory layouts that do not change from pass to pass.
 
     Args:
-        masks: whether a mask of bools may stand in where the model gives none because a node sees everything.
+        masks: whether a boolean mask may replace a missing one, where a node sees everything.
     """
 
     def __init__(self, masks: bool):
@@ -128,7 +128,7 @@ class Shared:
         return self._slots[1]
 
     def mask(self, given: Tensor | None, window: Window, device: torch.device) -> Tensor:
-        """``given`` ``[R or 1, 1, N, L]`` for all rows, in memory of one layout; None is a mask that hides nothing."""
+        """``given`` ``[R or 1, 1, N, L]`` for all rows, contiguous; None is a mask that hides nothing."""
         key = window if given is None else given
         if key is not self._mask[0] or self._mask[1].device != device:
             if given is None:
@@ -139,7 +139,7 @@ class Shared:
         return self._mask[1]
 
     def positions(self, given: Tensor) -> Tensor:
-        """A copy: the original may be a part of a table that is made anew now and then, in another mode of torch."""
+        """A copy, since the original may be a slice of a table that is sometimes rebuilt, in another mode of torch."""
         if given is not self._positions[0]:
             self._positions = given, given.clone(memory_format=torch.contiguous_format)
         return self._positions[1]
@@ -170,8 +170,8 @@ class CompiledLayer(Override):
         return run(self.layer, name, rest, keys, values, shared.slots(window, x.device), shared.mask(mask, window, x.device))
 
     def _ready(self, cache: TreeCache) -> tuple[Window, Tensor, Tensor] | None:
-        """This layer's keys and values ``[R, heads, capacity, size]`` for the rows of the pass; None where they have to be allocated
-        or enlarged first, which a pass of the model's own does."""
+        """This layer's keys and values ``[R, heads, capacity, size]`` for the rows of the pass; None if they must be allocated or enlarged
+        first, which a pass through the model's own layers does."""
         window = cache.window
         if window is None or self.index >= len(cache.layers):
             return None
@@ -202,7 +202,7 @@ def step(layer: nn.Module, cache: str, rest: dict[str, Any], keys: Tensor, value
 
 
 def compilable(x: Tensor, mask: Any, masks: bool) -> bool:
-    """Whether a pass over ``x`` ``[R, N, H]`` is one of those that are compiled; ``masks``: a missing one can be made up."""
+    """Whether a pass over ``x`` ``[R, N, H]`` is one of those that are compiled; ``masks``: a missing mask may be replaced."""
     if x.ndim != 3 or x.shape[1] > NODES:
         return False
     if mask is None:

@@ -1,8 +1,8 @@
 """Decoders in one call of the kernels, by a description of their layers.
 
-Families differ in few ways: which norms stand where, what turns by position and how, how far a layer sees, which modules are joined. A
-:class:`Family` says what cannot be read from the modules, and most families need no more than a line. What norms and activations compute is
-found out by asking them. Each layer is compared with its own class when the model is loaded, so a description that is wrong is not used.
+Families differ in few ways: where their norms are, what RoPE applies to, how far a layer sees, which modules are joined. A
+:class:`Family` states what cannot be read from the modules, and most families need one line. The kinds of norms and activations are found
+by calling them. Each layer is compared with its own class when the model is loaded, so that a wrong description is not used.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from foredraft.models.masks import MaskInputs
 from foredraft.models.page_stores import Kind
 from foredraft.models.windows import windows_of
 
-ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of what a layer adds: what another order of summation explains
-LAST_BIT = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # of what it is added to
-WIDEST = 8192  # numbers that are normed in place, ``TAKEN`` of ``layer.c``
-VECTOR = 16  # numbers that the kernels take together
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to what a layer adds: error that another order of summation explains
+LAST_BIT = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}  # the same, relative to what it is added to
+WIDEST = 8192  # most numbers that are normed in place, ``TAKEN`` of ``layer.c``
+VECTOR = 16  # head sizes must be multiples of this
 
 
-BY_POSITION_ALONE = (*BY_POSITION, "ntk_alpha")  # ways in which angles follow from positions
+BY_POSITION_ALONE = (*BY_POSITION, "ntk_alpha")  # RoPE types whose angles depend on the position alone
 ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     native.SILU: functional.silu,
     native.GELU: lambda x: functional.gelu(x, approximate="tanh"),
@@ -48,16 +48,16 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 NORMS = (0, native.ONCE, native.ONCE | native.PLUS_ONE, native.ONCE | native.CENTRED)
 
 
-Angles = tuple[Tensor, Tensor, Tensor | None]  # cos, sin ``[tokens, D]``, and what queries are multiplied by ``[tokens]``
+Angles = tuple[Tensor, Tensor, Tensor | None]  # cos, sin ``[tokens, D]``, and the factor of queries ``[tokens]``
 
 
 class Unfit(Exception):
-    """The kernels are not made for a model; the message says why."""
+    """The kernels do not support a model; the message says why."""
 
 
 @dataclass(eq=False)
 class DescribedLayer:
-    """One layer, as the kernels see it; ``held`` is what their pointers point to."""
+    """One layer, as the kernels see it; ``held`` keeps alive what its pointers refer to."""
 
     about: native.Layer
     index: int
@@ -68,8 +68,8 @@ class DescribedLayer:
 
 @dataclass(frozen=True)
 class Turning:
-    """What layers of one kind have in common: the ``window`` that they see, whether anything ``turns``, and the type of layer that says how
-    far."""
+    """What layers of one kind have in common: their ``window``, whether they use RoPE (``turns``), and the type of layer by which a model
+    with several kinds of RoPE selects their angles."""
 
     window: int | None
     layer_type: str | None
@@ -77,19 +77,19 @@ class Turning:
 
 
 class DescribedModel(NativeModel):
-    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called itself, it runs as its class does.
+    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called directly, it runs as its class does.
 
     Attributes:
         head: the class of the language model.
         kinds: of its layers.
-        divided, scaled, cap: what the model does with logits.
+        divided, scaled, cap: divisor, factor and soft cap of the logits.
     """
 
     kernels: Sequence[DescribedLayer]
 
     @staticmethod
     def of(base: Any, packing: Packing) -> DescribedModel | str | None:  # type: ignore[override]
-        """The kernel for ``base``; why there is none; None if it is no decoder of a known family."""
+        """The kernel for ``base``, or the reason that there is none; None if it is no decoder of a known family."""
         name = family_of(packing.model, base)
         if name is None:
             return None
@@ -169,7 +169,7 @@ class DescribedModel(NativeModel):
         return {*known.values()} <= {*BY_POSITION_ALONE} if isinstance(known, dict) else known in BY_POSITION_ALONE
 
     def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
-        return where.visible[:, None]  # windows are the kernels' business
+        return where.visible[:, None]  # the kernels apply windows themselves
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         found: Tensor = self.base.get_input_embeddings()(ids[None])
@@ -204,7 +204,7 @@ class DescribedModel(NativeModel):
         return True
 
     def _enter(self, about: native.Pass, cache: TreeCache, angles: Sequence[Angles | None]) -> None:
-        """Say of each kind of layer where its keys are, and its ``angles``."""
+        """Set for each kind of layer where its keys are, and its ``angles``."""
         made = (native.Kind * len(self.kinds))()
         for number, (kind, own) in enumerate(zip(made, angles)):
             cache.place(kind, next(each.index for each in self.kernels if each.about.kind == number))
@@ -227,7 +227,7 @@ class DescribedModel(NativeModel):
         if given is None:
             return None
         *angles, factor = given
-        if interleaves(self.family, self.base.config) and torch.equal(*angles[0].chunk(2, -1)):  # halves, where pairs are neighbours
+        if interleaves(self.family, self.base.config) and torch.equal(*angles[0].chunk(2, -1)):  # angles by halves, pairs adjacent
             angles = [each.chunk(2, -1)[0].repeat_interleave(2, -1) for each in angles]
         cos, sin = (each.float().contiguous() for each in angles)
         return cos, sin, factor
@@ -236,8 +236,7 @@ class DescribedModel(NativeModel):
 
     @torch.inference_mode()
     def wrong(self, model: Any, sample: Callable[[], Tensor]) -> str | None:
-        """Which layer gives something else than its class does when ``sample`` runs ``model``, or what is wrong with logits; None if all is
-        well."""
+        """Compare each layer with its class while ``sample`` runs ``model``, and then the logits. What differs, or None."""
         given: dict[int, Tensor] = {}
         made: dict[int, Tensor] = {}
 
@@ -285,8 +284,8 @@ class Latents:
     """The latent attention of a layer, as the kernel of the layer sees it.
 
     Attributes:
-        sizes: numbers that are kept of a token: of its latent, and those turned by its position.
-        scratch: numbers for a token that the kernel needs, half of them.
+        sizes: numbers that are cached of a token: of its latent, and of its RoPE key.
+        scratch: the ``inner`` of an MLP whose scratch memory is enough for the kernel.
         dtype, inputs: of its products.
 
     Raises:
@@ -323,8 +322,7 @@ class Latents:
 
 
 def described(layer: Any, config: Any, family: Family, angles: Angles | None, packing: Packing) -> tuple[native.Layer, tuple[Any, ...]]:
-    """``layer`` as the kernels see it, and what their pointers point to, products first. ``angles`` are those of some positions, as the
-    decoder has them.
+    """``layer`` as the kernels see it, and what their pointers refer to, products first. ``angles`` are the decoder's at some positions.
 
     Raises:
         Unfit: its sizes or layouts are not those that the kernels are made for.
@@ -401,7 +399,7 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
 
 
 def angles_of(base: Any, family: Family, kind: Turning, like: Tensor, positions: Tensor) -> Angles | None:
-    """What the class has at ``positions`` ``[1, tokens]`` for layers of ``kind``; None if nothing turns."""
+    """The angles of the class at ``positions`` ``[1, tokens]`` for layers of ``kind``; None without RoPE."""
     if not kind.turns:
         return None
     given = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
@@ -414,10 +412,10 @@ def angles_of(base: Any, family: Family, kind: Turning, like: Tensor, positions:
 
 
 def taken(packing: Packing, name: str, layers: Sequence[Any]) -> Product:
-    """The product of ``layers``, which the kernels read.
+    """The packed product of ``layers``.
 
     Raises:
-        Unfit: they are not packed for them.
+        Unfit: they are not packed together in the kernels' layout.
     """
     found = packing.product(*layers)
     if found is None or found.hint != NATIVE or found.outputs % 64:
@@ -426,10 +424,10 @@ def taken(packing: Packing, name: str, layers: Sequence[Any]) -> Product:
 
 
 def described_norm(norm: Any, name: str, dtype: torch.dtype) -> tuple[native.Norm, tuple[Tensor, ...]]:
-    """``norm`` as the kernels see it, and what its pointers point to: of the kinds that they know, the one that gives what it gives.
+    """``norm`` as the kernels see it, of the kind whose results are those of ``norm``; and what its pointers refer to.
 
     Raises:
-        Unfit: they know no such kind.
+        Unfit: it is of no such kind.
     """
     if not isinstance(getattr(norm, "weight", None), Tensor):
         raise Unfit(f"the norm {name} has no weights of its own")
@@ -438,7 +436,7 @@ def described_norm(norm: Any, name: str, dtype: torch.dtype) -> tuple[native.Nor
         raise Unfit(f"the norm {name} has weights of another dtype or shape")
     x = (torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5).to(dtype)
     made = norm(x).float()
-    plus = weight + 1  # rounded, as some classes have it
+    plus = weight + 1  # rounded to the dtype, as some classes do
     tries = [(weight, kind) for kind in NORMS] + [(plus, native.ONCE | native.CENTRED)]
     off = [float((normed(x, each, bias, eps_of(norm), kind).float() - made).abs().sum()) for each, kind in tries]
     if not min(off) <= 1e-2 * float(made.abs().sum()):
@@ -475,7 +473,7 @@ def eps_of(norm: Any) -> float:
 
 
 def rope_types(base: Any) -> Any:
-    """How angles follow from positions: a name, or one for each type of layer."""
+    """The RoPE type: a name, or one for each type of layer."""
     return getattr(base.rotary_emb, "rope_type", None)
 
 

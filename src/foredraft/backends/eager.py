@@ -1,7 +1,7 @@
 """Passes of all rows at once over a :class:`~foredraft.models.cache.TreeCache`: how most models are served.
 
-The model is called as it is, with whatever its layers were replaced by. Where that is one call of a kernel, the classes around it are
-left out.
+The model is called as it is, with whatever its layers were replaced by. If its decoder is one call of a kernel, the classes around that
+are bypassed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class ModelCall:
-    """Calls of one model, with the overrides that positions of our own need.
+    """Calls of one model, with overrides where it would compute positions from cache slots.
 
     Attributes:
-        decoder: stands between these calls and a model with an encoder; None for other models.
+        decoder: adapts a model with an encoder to these calls; None for other models.
     """
 
     def __init__(self, facts: ModelFacts):
@@ -66,7 +66,7 @@ class ModelCall:
 
     @cached_property
     def sublayers(self) -> Sublayers:
-        """What can be left out of these.
+        """The sublayers of these that can be left out.
 
         Raises:
             UnsupportedModelError: nothing can.
@@ -89,8 +89,8 @@ class ModelCall:
         """One call over ``tokens`` ``[R, N]`` at ``positions`` ``[R, N]``.
 
         Args:
-            mask: in the model's own form, None where it builds its own.
-            where: what the mask was made from; None where slots are positions.
+            mask: in the model's own form, None if it builds its own.
+            where: what the mask was made from; None if slots are positions.
             width: slots that the keys span.
             keep, features, part: as in :class:`~foredraft.backends.base.ForwardPass` and :class:`~foredraft.backends.base.Backend`.
         """
@@ -103,7 +103,7 @@ class ModelCall:
         if self.decoder is not None and isinstance(cache, SourcedCache):
             self.decoder.enter(cache)
         with ExitStack() as overrides:
-            # up to the first floor scale every position has the same temperature, by slots as well
+            # below ``floor_scale``, all positions have one temperature, so slots do as well
             if where is not None and (tuned := [layer for layer in self.tuned if width >= layer.floor_scale]):
                 overrides.enter_context(temperature_from(tuned, positions))
             if where is not None and self.uses_alibi:
@@ -130,7 +130,7 @@ class ModelCall:
 
 
 class Eager(Backend):
-    """Every row behind a prefix of its own length, in one call of the model."""
+    """Passes over rows with prefixes of different lengths, in one call of the model."""
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         super().__init__(facts, overrides, reasons)
@@ -146,12 +146,12 @@ class Eager(Backend):
         self.cache.open(lengths)
 
     def encoded(self, sources: Sequence[Source]) -> list[Encoded]:
-        """What the encoder makes of ``sources``, of those of live rows not again."""
+        """The encoder's output for ``sources``; sources of live rows are not read again."""
         assert self.call.decoder is not None and isinstance(self.cache, SourcedCache)
         return self.call.decoder.encode(sources, self.cache.sources)
 
     def forward(self, given: ForwardPass) -> PassOutput:
-        part = given.part  # of drafts, which do not count
+        part = given.part  # parts are drafts, which do not count
         self.passes += part is None or (part.skip is None and part.end == self.call.ranges.count)
         return self.plain(given)
 
@@ -175,7 +175,7 @@ class Eager(Backend):
             return self.called(given, window, positions, mask, where)
 
     def called(self, given: ForwardPass, window: Window, positions: Tensor, mask: Any, where: MaskInputs | None) -> PassOutput:
-        """The call of the model in ``window``, which the cache has entered, with the ``positions`` of its newest nodes last."""
+        """Call the model in ``window``, which the cache has entered; the last ``positions`` are those of its nodes."""
         how: dict[str, Any] = {"keep": given.keep, "features": self.features, "part": given.part}
         return self.call(given.tokens, self.cache, positions[:, -window.nodes :], mask, where=where, width=window.width, **how)
 
@@ -185,12 +185,12 @@ class Eager(Backend):
 
     @property
     def direct(self) -> Direct | None:  # type: ignore[override]
-        """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
+        """The model as one call of a kernel, if its weights are packed for that and no hook or request needs the model's own calls."""
         found = self._kernels()
         return found if found is not None and found.ready else None
 
     def _kernels(self) -> Direct | None:
-        """The same, whoever watches."""
+        """The same, even if something needs the model's own calls."""
         decoder = vars(self._decoder).get("forward")
         if decoder is None:
             return None
@@ -199,7 +199,7 @@ class Eager(Backend):
         return self._called[1]
 
     def _masked(self, given: ForwardPass) -> tuple[MaskInputs, Tensor] | None:
-        """Where the nodes of this pass stand, and their mask; None for a chain, where slots say both."""
+        """The positions of this pass's nodes, and their mask; None for a chain, where slots say both."""
         if given.tree.chain:
             return None
         where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
@@ -208,7 +208,7 @@ class Eager(Backend):
         return where, self.direct.decoder.mask(where, lambda: self.call.masks(where, self.cache))
 
     def _place(self, where: MaskInputs) -> None:
-        """Tell kernels, if there are any, where a tree's nodes stand."""
+        """Give kernels, if there are any, the positions of a tree's nodes."""
         if not where.tree.chain and (self.overrides is not None or self.pages is not None):
             self.cache.positions = where.keys.int()
 

@@ -1,11 +1,11 @@
 """Mixtures of experts on the kernels in ``native``.
 
-transformers keeps the weights of all experts of a layer in two tensors of three dimensions. They are laid out once, expert by expert, as
-linear layers are in :mod:`foredraft.backends.packing`; those of four and eight bits
-(:class:`~foredraft.quantization.grouped.GroupedTensor`) at their bits. ``forward`` of such a module then takes what the model's own router
-chose. In the families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
+transformers keeps the weights of all experts of a layer in two tensors of three dimensions. They are packed once, expert by expert, like
+linear layers in :mod:`foredraft.backends.packing`; those of four and eight bits
+(:class:`~foredraft.quantization.grouped.GroupedTensor`) keep their bits. ``forward`` of such a module then computes the experts that the
+model's own router chose. In the families of :data:`ROUTERS` the kernels route as well, and a whole layer is one call.
 
-Only the experts that a pass touches are read, each of them once.
+A pass reads only the experts that it uses, each of them once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ACTIVATIONS = {
     "SiLUActivation": native.SILU, "SiLU": native.SILU, "GELUTanh": native.GELU, "NewGELUActivation": native.GELU, "ReLU": native.RELU,
     "GELUActivation": native.EXACT,
 }  # fmt: skip
-INTERLEAVED = ("GptOssExperts",)  # gate and `up` take turns, and what is made of them is clamped
+INTERLEAVED = ("GptOssExperts",)  # rows of gate and `up` alternate, and their activation is clamped
 SUMS = ("eager", "grouped_mm", "batched_mm")  # implementations whose order of sums is known
 
 
 class Mixture(Override):
-    """``forward`` of a module of experts, by a kernel. It is copied with a module whose own weights it has replaced.
+    """``forward`` of a module of experts, by a kernel. A copy of the module keeps it if it has replaced the module's weights.
 
     Attributes:
         about: the experts as the kernel sees them.
@@ -81,7 +81,7 @@ class Mixture(Override):
         return lambda expert: weight[expert].T if self.layer.is_transposed else weight[expert]
 
     def _turns(self, rows: Tensor) -> Tensor:
-        """``[2 * inner, ...]`` the gate's rows and those of `up`, as ``[2 * padded, ...]`` with 64 of each in turn."""
+        """The rows of gate and `up` ``[2 * inner, ...]`` as ``[2 * padded, ...]``, in alternating blocks of 64."""
         gate, up = (rows[::2], rows[1::2]) if self.interleaved else rows.chunk(2)
         parts = [each.new_zeros(self.padded, each.shape[1]) for each in (gate, up)]
         for part, each in zip(parts, (gate, up)):
@@ -89,22 +89,22 @@ class Mixture(Override):
         return torch.stack([part.view(-1, BLOCK, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
     def _widened(self, rows: Tensor) -> Tensor:
-        """``[hidden, inner]`` with zeros behind; weights in groups need none."""
+        """``[hidden, inner]`` padded with zeros; group-quantised weights need no padding."""
         return rows if isinstance(rows, GroupedTensor) else nn.functional.pad(rows, (0, self.padded - self.inner))
 
     def _in_order(self, rows: Tensor) -> Tensor:
-        """What :meth:`_turns` was given."""
+        """The inverse of :meth:`_turns`."""
         parts = rows.view(-1, 2, BLOCK, rows.shape[1]).transpose(0, 1).flatten(1, 2)[:, : self.inner]
         return parts.transpose(0, 1).flatten(0, 1) if self.interleaved else parts.flatten(0, 1)
 
     def weights(self) -> Iterator[Tensor]:
-        """The weights as they were, one tensor after the other; of those in groups the integers."""
+        """The original weights, one tensor after the other; the integers of group-quantised ones."""
         for stack, ordered in ((self.gate_up, self._in_order), (self.down, lambda rows: rows[:, : self.inner])):
             turned = self.layer.is_transposed and not stack.format.grouped
             yield torch.stack([ordered(each).T if turned else ordered(each) for each in stack.weights()])
 
     def take(self, free: Callable[[nn.Parameter], bool]) -> None:
-        """Replace those weights by placeholders that may be."""
+        """Replace those weights by placeholders that ``free`` allows."""
         names = [name for name in WEIGHTS if free(getattr(self.layer, name))]
         self.sources = [source for source in self.sources if source.name not in names]
         for name in names:
@@ -121,7 +121,7 @@ class Mixture(Override):
             yield from ((getattr(self.layer, name), weight) for name, weight in zip(WEIGHTS, self.weights()) if name in names)
 
     def undo(self) -> None:
-        """Give the module its own ``forward`` and weights back; those that somebody has replaced meanwhile stay."""
+        """Give the module its own ``forward`` and weights back; weights that were replaced meanwhile stay."""
         take_back(self.layer, Mixture)
         placeholders = {source.name for source in self.taken if source.parameters.get(source.name) is source.parameter}
         for name, weight in zip(WEIGHTS, self.weights() if placeholders else ()):
@@ -144,7 +144,7 @@ class Mixture(Override):
         router_indices: Tensor | None = None,
         routing_weights: Tensor | None = None,
     ) -> Tensor:
-        """``[T, hidden]`` for inputs of that shape, and for each the numbers of its experts and what they count, ``[T, k]``."""
+        """``[T, hidden]`` for inputs of that shape, and for each token the numbers and the weights of its experts, ``[T, k]``."""
         chosen, scores = (router_indices, routing_weights) if top_k_index is None else (top_k_index, top_k_weights)
         assert chosen is not None and scores is not None
         held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
@@ -169,7 +169,7 @@ class Stack:
         format: that of all.
         outputs: of each, a multiple of 64.
         packed: ``[E, ...]``.
-        parts: what is read beside the weights, as :class:`native.Matrix` names it.
+        parts: what is read besides the weights, as :class:`native.Matrix` names it.
     """
 
     format: Format
@@ -183,13 +183,13 @@ class Stack:
         return native.Matrix(**pointers, **self.format.told, outputs=len(self.packed) * self.outputs)
 
     def weights(self) -> Iterator[Tensor]:
-        """``[outputs, inputs]`` of each expert; of weights in groups the integers."""
+        """``[outputs, inputs]`` of each expert; the integers of group-quantised ones."""
         for each in self.packed:
             yield narrow.integers_from(each, self.outputs) if self.format.grouped else unblocked(each, self.outputs)
 
 
 def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Stack:
-    """Of ``matrix(expert)`` of each expert."""
+    """The stack of ``matrix(expert)`` of each expert."""
     packed, parts = None, list[dict[str, Tensor]]()
     for expert in range(count):
         weight = matrix(expert)
@@ -220,7 +220,7 @@ def pack(packing: Packing) -> None:
 
 
 def packable(module: Any) -> bool:
-    """Experts as transformers keeps them, computed in one of the ways that it has, with sizes that the kernel takes."""
+    """Whether ``module`` has experts that transformers keeps and computes in a known way, of sizes that the kernel takes."""
     if not all(hasattr(module, name) for name in (*WEIGHTS, "_apply_gate", "is_transposed", "has_bias")) or "forward" in vars(module):
         return False
     weights = [getattr(module, name) for name in WEIGHTS]
@@ -242,7 +242,7 @@ def packable(module: Any) -> bool:
 
 
 def readable(weight: Any) -> bool:
-    """In a dtype or format that the kernels multiply, and in memory."""
+    """Whether ``weight`` is in memory, in a dtype or format that the kernels multiply."""
     known = type(weight) is nn.Parameter or (isinstance(weight, GroupedTensor) and format_of(weight) is not None)
     return known and weight.dtype in DTYPES and narrow.is_held(weight)
 
@@ -254,11 +254,11 @@ class Router:
     Attributes:
         name: of the router in the mixture.
         routing: whether scores are the probabilities of all experts, those of the chosen, or the sigmoid of each logit.
-        normed: whether those of the chosen are made to sum to 1; None where an attribute ``norm_topk_prob`` says so.
-        exact: they stay in float32.
+        normed: whether the chosen scores are divided by their sum; None if the attribute ``norm_topk_prob`` says so.
+        exact: scores stay in float32.
         float32: logits are computed in float32, also in models of another dtype.
-        correction: the attribute with what is added to scores to choose by; None for nothing.
-        unsorted: those chosen stay in the order in which ``torch.topk`` found them.
+        correction: the attribute that is added to scores for the choice only; None for nothing.
+        unsorted: the chosen experts stay in the order in which ``torch.topk`` found them.
         by_best: groups of experts are judged by their best one, rather than by the sum of their best two.
     """
 
@@ -285,7 +285,7 @@ ROUTERS = {
     "DeepseekV2TopkRouter": Router(normed=False, exact=True, float32=True, unsorted=True, by_best=True),
     "Ernie4_5_MoeTopKRouter": Router(normed=True, float32=True, correction="moe_statics.e_score_correction_bias"),
 }
-SHARED = ("shared_expert", "shared_experts")  # what an expert that every token takes is called
+SHARED = ("shared_expert", "shared_experts")  # names of an expert that every token uses
 
 
 class Experts:
@@ -293,7 +293,7 @@ class Experts:
 
     Attributes:
         mixture: its experts.
-        shared: the products of an expert that every token takes; None if there is none.
+        shared: the products of an expert that every token uses; None if there is none.
     """
 
     def __init__(self, mixture: Mixture, router: Any, known: Router, shared: tuple[Product, Product] | None, gate: Product | None):
@@ -323,7 +323,7 @@ class Experts:
 
     @staticmethod
     def of(mlp: Any, packing: Packing) -> Experts | None:
-        """That of ``mlp``, or None if it is another kind of MLP or not all of it is packed."""
+        """The mixture of ``mlp``, or None if it is another kind of MLP or not all of it is packed."""
         mixture = vars(getattr(mlp, "experts", mlp)).get("forward")
         router = next((each for each in mlp.children() if type(each).__name__ in ROUTERS), None)
         if not isinstance(mixture, Mixture) or router is None or not 0 < router.top_k <= min(native.MOST_CHOSEN, mixture.count):
@@ -352,7 +352,7 @@ class Experts:
 
 
 def worst(errors: Tensor, dtype: torch.dtype, *, routed: bool) -> Tensor:
-    """The largest of ``errors`` ``[..., V]``. Where tokens are ``routed`` to experts in half precision, a quarter of the tokens is left
+    """The largest of ``errors`` ``[..., V]``. If tokens are ``routed`` to experts in half precision, a quarter of the tokens is left
     out, since rounding alone may choose other experts."""
     share = 0.75 if routed and dtype != torch.float32 else 1.0
     return errors.float().abs().amax(-1).flatten().quantile(share, interpolation="lower")

@@ -15,24 +15,24 @@ class Family:
     """A family of decoders: where its parts are, and what they do that is not seen in the modules themselves.
 
     Attributes:
-        model: the class of the decoder, behind the family's name.
-        layers, last: of the decoder: its layers, and the norm behind them.
-        qkv, output, wide, down: the linear layers of a layer; several names where they are apart. ``wide`` is what the MLP widens with.
-        before, after: the norms of what the attention reads, and the MLP; None for none.
-        attention_given, mlp_given: the norms of what they give, before it is added.
-        head_norms: of queries and keys; not every model of a family has them.
-        turned_first: these are of what was turned by its position.
+        model: the decoder's class name without the family's name.
+        layers, last: names in the decoder: its layers, and the norm after them.
+        qkv, output, wide, down: the linear layers of a layer; several names if they are separate. ``wide`` lead into the MLP's inner size.
+        before, after: the norms in front of the attention and of the MLP; None for none.
+        attention_given, mlp_given: the norms of their outputs, before these are added.
+        head_norms: norms of queries and keys; not every model of a family has them.
+        turned_first: ``head_norms`` follow RoPE.
         activation: of the MLP.
-        layer_cap: what the attention calls the cap of its scores; None for none.
-        turns: whether an attention turns anything by its position.
-        interleaved, once: turned pairs are neighbours, or what says so of the configuration; what is turned is rounded once.
-        grouped: query, key and value of a head lie together in ``qkv``.
-        latent: keys and values are made of a latent, as in DeepSeek-V2; ``qkv`` is then not there.
-        in_pairs: turned pairs stay neighbours in what is kept of these.
-        parallel: attention and MLP read the same; or what says so of a layer.
-        halves: angles are those of one half of what is turned.
-        tempered: what queries at some positions are multiplied by, of the configuration; None for nothing.
-        refused: why a model of this family cannot be run, of its configuration; None if nothing speaks against it.
+        layer_cap: the attention's attribute with the cap of its scores; None for none.
+        turns: whether an attention uses RoPE.
+        interleaved, once: RoPE pairs are adjacent numbers, or the field of the configuration that says so; RoPE rounds once.
+        grouped: ``qkv`` has query, key and value of each head together.
+        latent: latent attention, as in DeepSeek-V2; there is no ``qkv`` then.
+        in_pairs: interleaved pairs stay so in what latent attention caches.
+        parallel: attention and MLP read the same input; or the attribute of a layer that says so.
+        halves: RoPE angles are given for one half of the numbers.
+        tempered: the factor of queries at given positions, by the configuration; None for none.
+        refused: why a model of this family cannot be run, by its configuration; None if it can.
     """
 
     model: str = "Model"
@@ -72,7 +72,7 @@ def clipped(config: Any) -> str | None:
 
 
 def tempered(config: Any, positions: Tensor) -> Tensor | None:
-    """As Ministral 3 has it."""
+    """The factor of queries of Ministral 3."""
     rope = config.rope_parameters
     beta, most = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return None if beta is None else 1 + beta * torch.log(1 + torch.floor(positions / most))
@@ -150,8 +150,8 @@ def interleaves(family: Family, config: Any) -> bool:
 
 
 def family_of(model: Any, base: Any) -> str | None:
-    """The family of language model ``model``, whose decoder ``base`` is; None if it is none that is described here. Models that take images
-    as well have the decoders of others."""
+    """The family of language model ``model`` with the decoder ``base``; None if it is not described here. Models that take images as well
+    may have decoders of other families."""
     name, head = type(base).__name__, type(model).__name__
     known = next((each for each in FAMILIES if head in (f"{each}ForCausalLM", f"{each}ForConditionalGeneration")), None)
     ours = known is not None and name == known + FAMILIES[known].model and type(base).__module__.startswith("transformers.models.")

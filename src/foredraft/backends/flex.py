@@ -1,10 +1,10 @@
 """Tree attention through FlexAttention: a block mask made from the tree, and grouped keys that are never repeated.
 
 transformers' sdpa path takes a boolean mask ``[R, 1, N, W]`` and, with any mask, repeats the keys and values of grouped heads in
-memory. FlexAttention takes the mask as a function (block_masks.py), reads grouped heads where they lie and no block behind the tree.
+memory. FlexAttention takes the mask as a function (block_masks.py), reads grouped heads in place, and reads no block after the tree.
 
-The attention function is registered under a name of its own, and a model uses it for the length of a pass only. On CUDA it is compiled;
-elsewhere torch runs it uncompiled, which is slow and exact. It is used where it is asked for: no report from a GPU shows that it is faster.
+The attention function is registered under its own name, and a model uses it during a pass only. On CUDA it is compiled;
+elsewhere torch runs it uncompiled, which is slow and exact. It is used on request only: no report from a GPU shows that it is faster.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compiled_kernel() -> Callable[..., Any]:
 
 
 def kernel_options(queries: int, heads: int, groups: int) -> dict[str, int] | None:
-    """Tiles of the kernel that splits the keys: by default one would hold all queries of a group, more than the registers do.
+    """Tiles of the kernel that splits the keys: by default one tile would hold all queries of a group, which do not fit into registers.
 
     Other shapes go to the main kernel, with its own choice.
     """
@@ -129,7 +129,7 @@ def attend(
     run = compiled_kernel() if backend.compiled else kernel
     options = kernel_options(queries, query.shape[1], key.shape[1])
     found = run(query, key, value, attention_mask, scaling, softcap, s_aux is not None, options)
-    if s_aux is not None:  # a sink is one more score under the softmax, with nothing behind it
+    if s_aux is not None:  # a sink is one more score under the softmax, without a value
         found, aux = found
         kept = torch.sigmoid(aux.lse.float() - s_aux.float().view(1, -1, 1))
         found = (found * kept[..., None]).to(query.dtype)
@@ -149,7 +149,7 @@ class Flexed(Eager):
         compiled: None compiles on CUDA only.
 
     Attributes:
-        flexed: how many passes attended so.
+        flexed: how many passes used FlexAttention.
         calls: of the attention function.
     """
 
@@ -196,7 +196,7 @@ class Flexed(Eager):
 
 @torch.inference_mode()
 def attention_test(backend: Flexed) -> str | None:
-    """Score a tree and a chain behind two prefixes of unequal length through the model's own attention and through FlexAttention.
+    """Score a tree and a chain after two prefixes of unequal length through the model's own attention and through FlexAttention.
 
     Returns:
         Why FlexAttention is not to be used, None if the logits are the same.

@@ -1,13 +1,13 @@
 """Decoder layers of the llama family in a third of the calls.
 
-A layer of such a model is some sixty small operations around four large products. Right after a product of a few megabytes the
-processor's caches hold nothing of ours, so that each small one costs microseconds, whatever it computes; over all layers they
-take as long as a third of the products. Here a layer is the four products and some twenty operations in between, in the same
-order of rounding as the class has them; and where all of them are in the layout of the kernels in ``native``, one call.
+A layer of such a model is about sixty small operations around four large products. A product of a few megabytes evicts everything else
+from the CPU's caches, so each small operation after it costs microseconds, whatever it computes; over all layers they take a third of the
+time of the products. Here a layer is the four products and about twenty operations in between, which round where the class rounds; if all
+products are in the layout of the kernels in ``native``, it is one call.
 
-``forward`` is overridden on single layers, and :meth:`Fusion.undo` takes that back. Layers stay modules that are called with
-what the model gives them, so masks and caches work as before; where somebody hooks something inside a layer, or changes its weights, the
-layer runs as its class has it.
+``forward`` is overridden on single layers, and :meth:`Fusion.undo` undoes that. Layers stay modules that are called with
+what the model gives them, so masks and caches work as before. If something inside a layer is hooked, or its weights change, the
+layer runs as its class does.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Fusion:
                 self.native, self.unfused = len(whole.kernels), None
 
     def trial(self) -> tuple[Tensor, Tensor] | None:
-        """What a decoder behind an encoder gives by the kernels, and by its own layers; None if there is none."""
+        """The output of a decoder that has an encoder: by the kernels, and by its own layers; None if there is none."""
         found = [vars(base)["forward"] for base in self._whole]
         return next((each.trial() for each in found if isinstance(each, SourcedModel)), None)
 
     def wrong(self, model: nn.Module, sample: Callable[[], Tensor]) -> str | None:
-        """What a decoder that runs by a description gives that its classes do not; None if all is well. ``sample`` runs ``model``."""
+        """How the output of a described decoder differs from that of its classes; None if it does not. ``sample`` runs ``model``."""
         found = [vars(base)["forward"] for base in self._whole]
         return next((why for each in found if isinstance(each, DescribedModel) and (why := each.wrong(model, sample)) is not None), None)
 
@@ -106,7 +106,7 @@ class Fusion:
 
 
 class Shared:
-    """What all layers of a pass need alike, prepared by the first of them that asks. Passes in other threads may replace what is kept
+    """Inputs that all layers of a pass share, prepared by the first of them that asks. Passes in other threads may replace what is kept
     here at any time, so each value is stored, and read, together with what it was made from."""
 
     def __init__(self) -> None:
@@ -215,8 +215,8 @@ class FusedLayer(Override):
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``[B, N, heads * D]`` for ``query`` ``[B, N, heads, D]``.
 
-        torch's kernel takes queries of one head together, and is slow for a single one in bfloat16. Query heads that read the same
-        keys are therefore laid side by side as if they were more queries, and a lone one is asked twice.
+        torch's kernel processes the queries of one head together, and is slow for a single one in bfloat16. Query heads that share their
+        keys are therefore passed as more queries of one head, and a single query is passed twice.
         """
         rows, nodes, heads, size = query.shape
         group, attend = self.group, scaled_dot_product_attention
@@ -242,7 +242,7 @@ def is_known(layer: nn.Module) -> bool:
 
 
 def alone(layer: Any) -> Product | None:
-    """A linear layer that was not worth packing, as a product of its own weight."""
+    """An unpacked linear layer as a product of its own weight."""
     plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not layer.weight.is_meta
     return Product([layer], PLAIN) if plain else None
 
@@ -252,6 +252,6 @@ def normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` ``[B, N, heads, D]`` turned by its position."""
+    """``x`` ``[B, N, heads, D]`` after RoPE."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((second, first), -1) * sin

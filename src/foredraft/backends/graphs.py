@@ -1,8 +1,8 @@
 """Passes from recordings, so that a pass costs the host one launch and not hundreds.
 
 A recording is made for a bucket: rows, nodes and a span of the cache, of which the first two are padded with filler that the masks hide.
-A bucket is recorded when it has come up before. Its first runs are compared with eager passes: an input that was baked in by mistake shows
-in the second. Whoever asks gets an :class:`Outcome`, and makes the pass otherwise where there is no recording.
+A bucket is recorded when it comes up for the second time. Its first runs are compared with eager passes: the second comparison shows an
+input that was recorded as a constant by mistake. A caller gets an :class:`Outcome`, and makes an eager pass if there is no recording.
 
 Prompts, and passes in which the cache grows, are eager. When the cache's buffers have moved, recordings over the old ones are dropped.
 """
@@ -39,10 +39,11 @@ ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(eq=False)
 class Recording:
-    """A ``frame``, what it reads, what plays it and where that leaves its outputs; ``trials`` counts the runs that were compared.
+    """A ``frame``, the tensors that it reads, the function that replays it, and its output tensors; ``trials`` counts the runs that were
+    compared.
 
-    A frame has static inputs, a function over them, ``run()``, and ``cut(outputs)``, which takes the part that was asked for out of what
-    was computed for a whole bucket.
+    A frame has static inputs, a function over them, ``run()``, and ``cut(outputs)``, which cuts what was asked for out of the outputs
+    for a whole bucket.
     """
 
     frame: Any
@@ -54,10 +55,10 @@ class Recording:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What became of a wish to play a recording.
+    """The result of asking for a replay.
 
     Attributes:
-        outputs: tensors of the caller's own; None where nothing was played.
+        outputs: tensors that the caller owns; None if nothing was replayed.
         frame: what was played.
         trial: the outputs are to be compared with those of an eager pass first (:meth:`Recordings.refuse` if they differ). The cache is
             as it was before.
@@ -99,13 +100,13 @@ class Recordings:
 
     @property
     def settled(self) -> bool:
-        """There are recordings, and all of them have been compared as often as they have to be."""
+        """There are recordings, and all of them have been compared often enough."""
         return bool(self._kept) and all(each.trials >= TRIALS for each in self._kept.values())
 
     @property
     def ready(self) -> bool:
-        """All buffers have the size that passes may ask for, and nobody looks at the passes. Recordings over buffers that are gone are
-        dropped here."""
+        """All buffers have the size that passes may ask for, and there are no hooks. Drops recordings over buffers that no longer
+        exist."""
         cache = self.cache
         buffers = (cache.allocations, cache.capacity, cache.row_capacity, len(cache.layers))
         if buffers != self._buffers:
@@ -118,7 +119,7 @@ class Recordings:
         return self._ready and self.refused is None and torch.is_inference_mode_enabled() and not any(self._hooks)
 
     def play(self, key: Hashable, make: Callable[[], Any], load: Callable[[Any], None], *, rows: int, span: int, filler: int) -> Outcome:
-        """Play the recording of ``key``; make it first if its time has come.
+        """Replay the recording of ``key``; make it first if ``key`` has come up often enough.
 
         Args:
             make, load: makes a frame, and copies the inputs of this pass into it.
@@ -160,7 +161,7 @@ class Recordings:
             del self._seen[gone]
 
     def refuse(self, why: str) -> None:
-        """Recordings gave something else, or could not be made."""
+        """Use no recordings any more: their results differ, or they could not be made."""
         self.drop()
         self.recorder.reset()
         self.reasons["graphs"] = why
@@ -174,14 +175,14 @@ class Recordings:
         self._buffers = None
 
     def read(self, features: Features | None) -> None:
-        """Passes are to hand out these hidden states from now on; recordings that do not are dropped."""
+        """Have recorded passes return these hidden states from now on; all recordings so far are dropped."""
         self.drop()
         self.passes.features = features
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 
     def bucket(self, window: Window) -> Bucket | None:
-        """What a pass is recorded as; None if it is not to be."""
+        """The bucket of a pass; None if it is not to be recorded."""
         nodes = rounded(window.nodes, STEPS)
         rows = self.rows(window.rows)
         before = window.before
@@ -204,7 +205,7 @@ class Recordings:
 
 
 def roomy(tokens: int) -> int:
-    """A capacity for ``tokens`` that the next calls are likely to fit into as well: buffers that move cost every recording."""
+    """A capacity for ``tokens`` that probably suffices for the next calls too: when buffers move, all recordings are lost."""
     return max(SPAN, 1 << (tokens - 1).bit_length())
 
 
@@ -291,7 +292,7 @@ def refusal(facts: ModelFacts) -> str | None:
 
 @torch.inference_mode()
 def graph_test(backend: Recorded) -> str | None:
-    """Record a tree, a chain and a single token behind prefixes of unequal length, and play them behind others.
+    """Record a tree, a chain and a single token after prefixes of unequal length, and replay them after others.
 
     Returns:
         Why passes are not to be recorded, None if their logits are those of eager passes.

@@ -22,13 +22,13 @@ from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.tree import TokenTree
 
-TREE = (-1, 0, 0, 1, 1, 2, 5, 4, 6, 7, 9)  # parents; paths of up to six nodes lie scattered, and end on two blocks of slots
+TREE = (-1, 0, 0, 1, 1, 2, 5, 4, 6, 7, 9)  # parents; paths of up to six nodes are in scattered slots of two pages
 LENGTH, SHORT = PAGE - 3, 5  # tokens in front of it
 LEAST = 2 * PAGE  # context in which the test has room
 
 
 def refusal(backend: Backend) -> str | None:
-    """Why nothing says that sums are added up in the same order in every pass; None if the kernels make all of them."""
+    """Why sums may be added up in different orders in different passes; None if the kernels make all of them."""
     facts, kernels = backend.facts, backend.overrides
     decoder = facts.model.get_decoder()
     if type(backend) is not Eager or not isinstance(kernels, Kernels) or not kernels.native:
@@ -51,7 +51,7 @@ def refusal(backend: Backend) -> str | None:
 
 @torch.inference_mode()
 def invariance_test(backend: Backend) -> str | None:
-    """Logits at the nodes of a tree, beside another row, against those of plain decoding of each path, alone and behind a prompt that is
+    """Logits at the nodes of a tree, beside another row, against those of plain decoding of each path, alone and after a prompt that is
     read in two pieces. ``backend`` is left as it was.
 
     Returns:

@@ -41,19 +41,19 @@ HEADS = (
 )
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
-COUNTED = 32768  # slots that are not counted anew
+COUNTED = 32768  # slots in a table that is made once
 WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
 PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "return_dict", *WATCHING}
 
 
 class Places:
-    """Where the tokens of a pass belong, row after row: ``begins`` ``[rows + 1]`` the first one of each row, ``rows`` and ``slots``
-    ``[tokens]`` the row of each and where its keys go, all int32; ``nodes`` of a row at most."""
+    """Rows and slots of the tokens of a pass, row after row: ``begins`` ``[rows + 1]`` the first token of each row, ``rows`` and ``slots``
+    ``[tokens]`` the row and the cache slot of each token, all int32; ``nodes`` the most tokens of a row."""
 
     def __init__(self, window: Window, *, ragged: bool):
         counts = list(window.counts) if ragged and window.counts is not None else [window.nodes] * window.rows
         self.nodes, self.count = max(counts), sum(counts)
-        if window.rows == 1 and window.width <= COUNTED:  # the common case, without a tensor that is made anew
+        if window.rows == 1 and window.width <= COUNTED:  # the common case, without new tensors
             self.begins, self.rows = alone(self.count)
             self.positions, self.slots = (each.narrow(0, window.starts[0], self.count) for each in counting())
             return
@@ -93,13 +93,13 @@ class NativePass:
         self.about, self.shared = native.Pass(), shared
         self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
         self._given: tuple[object, object] = (None, None)
-        self._held: list[Tensor | None] = []  # what the pointers point to
+        self._held: list[Tensor | None] = []  # keeps alive what the pointers refer to
         self._scratch: dict[tuple[int, int], list[Tensor]] = {}
-        self._experts = torch.empty(0, dtype=torch.uint8)  # scratch of theirs
+        self._experts = torch.empty(0, dtype=torch.uint8)  # their scratch
 
     @staticmethod
     def over(cache: TreeCache, shared: object) -> NativePass:
-        """That of passes over ``cache``."""
+        """The one for passes over ``cache``."""
         if cache.scratch is None or cache.scratch.shared is not shared:
             cache.scratch = NativePass(shared)
         found: NativePass = cache.scratch
@@ -109,7 +109,7 @@ class NativePass:
         self, layer: Kernel, x: Tensor, window: Window, angles: tuple[Tensor, Tensor] | None, places: Places | None = None
     ) -> native.Pass:
         """For ``x`` ``[rows, nodes, hidden]`` with ``angles`` ``[rows or 1, nodes, D]``, or ``[1, tokens, hidden]`` and
-        ``[1, tokens, D]`` in ``places``; None where nothing is turned by its position."""
+        ``[1, tokens, D]`` in ``places``; None without RoPE."""
         about = self.about
         if angles is self._given[0] and window is self._given[1]:
             return about
@@ -128,7 +128,7 @@ class NativePass:
         return about
 
     def make_room_for_experts(self, about: native.Pass, library: Any, hidden: int, tokens: int) -> None:
-        """Scratch for those of any layer in a pass over so many tokens."""
+        """Allocate scratch for the experts of any layer in a pass over ``tokens`` tokens."""
         mixtures = getattr(self.shared, "experts", ())
         if not mixtures:
             return
@@ -202,7 +202,7 @@ class NativeLayer:
 
 
 class Kernel(Protocol):
-    """A decoder layer as the kernels see it: ``about`` it, its ``index``, and what all layers of the model ``shared``."""
+    """A decoder layer as the kernels see it: its description ``about``, its ``index``, and what it ``shared`` with all other layers."""
 
     about: native.Layer
     index: int
@@ -214,8 +214,8 @@ class NativeModel(Override):
     """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them.
 
     Attributes:
-        norm, eps: of the norm behind the last layer, whose weights and bias are ``last``.
-        embedded: what the first layer reads of a token.
+        norm, eps: of the norm after the last layer, whose weights and bias are ``last``.
+        embedded: the input embeddings.
     """
 
     def __init__(self, base: Any, layers: Sequence[nn.Module], kernels: Sequence[Kernel], last: Sequence[Tensor], eps: float):
@@ -266,36 +266,36 @@ class NativeModel(Override):
 
     @property
     def page_kinds(self) -> list[Kind]:
-        """Of the layers, as a cache in pages keeps them."""
+        """The kinds of layers of a cache in pages."""
         return [Kind(self.page_bytes(self.kernels))]
 
     def page_bytes(self, kernels: Sequence[Kernel]) -> int:
-        """Of a page of a cache, some layers together."""
+        """Bytes of a page for ``kernels`` together."""
         vectors = sum(int(kernel.about.key_heads) for kernel in kernels)
         return vectors * PAGE * (self.sizes[0] + self.sizes[-1]) * int(self.base.dtype.itemsize)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of a head's key and value, or of both."""
+        """The sizes of a head's key and value; one number if they are equal."""
         return (int(self.kernels[0].about.size),)
 
     @property
     def by_position(self) -> bool:
-        """Whether what is turned by its position turns by that alone, however long the text is."""
+        """Whether RoPE angles depend on the position alone, not on the length of the text."""
         return getattr(self.base.rotary_emb, "rope_type", None) in BY_POSITION
 
     def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
-        """``[R, 1, N, W]`` what the nodes of a tree see, as the kernels read it; ``built`` makes what the model reads."""
+        """``[R, 1, N, W]`` the mask of a tree's nodes for the kernels; ``built`` makes the model's own."""
         mask = built()
         found: Tensor = mask if isinstance(mask, Tensor) else mask["full_attention"]
         return found
 
     def finished(self, logits: Tensor) -> Tensor:
-        """What the model makes of what its head gives."""
+        """The model's logits, from what its LM head returns."""
         return logits
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """``[1, n, hidden]`` what the first layer reads of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
+        """``[1, n, hidden]`` input embeddings of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
         return nn.functional.embedding(ids[None], self.base.embed_tokens.weight)
 
     def run_over(
@@ -309,9 +309,9 @@ class NativeModel(Override):
         states: native.States | None = None,
         part: Part | None = None,
     ) -> Tensor:
-        """The last hidden states for embeddings ``x``, behind the final norm; ``x`` is left with what it was made from. Shapes as
-        :meth:`NativePass.of` has them. ``where`` says of a tree what is in each slot, ``states`` what else to write where, ``part`` which
-        layers to run."""
+        """The last hidden states for embeddings ``x``, after the final norm; ``x`` is overwritten with those before it. Shapes are those of
+        :meth:`NativePass.of`. ``where`` has the positions of a tree, ``states`` says which other hidden states to write where, ``part``
+        which layers to run."""
         window = cache.window
         assert window is not None
         keys, values = self.held(cache, x)
@@ -339,7 +339,7 @@ class NativeModel(Override):
         return NativePass.over(cache, self.shared).of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
 
     def place(self, about: native.Growth, given: native.Pass, cache: TreeCache, like: Tensor, most: int) -> bool:
-        """Say where a draft for the only row finds what depends on positions, all below ``most``; False where that is not known."""
+        """Set what depends on positions, all below ``most``, for a draft of the only row; False if that is not possible."""
         angles = self.angles_by_position(like, most)
         if angles is not None:
             about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
@@ -347,7 +347,7 @@ class NativeModel(Override):
 
     @property
     def watched(self) -> bool:
-        """Somebody wants to see what happens inside, or runs only some of the layers."""
+        """There are hooks or requests for inner outputs, or only some of the layers are to run."""
         asked = any(getattr(self.base.config, name, False) for name in WATCHING)
         return asked or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
 
@@ -395,10 +395,9 @@ class NativeModel(Override):
 
 
 class Direct:
-    """Logits of a language model whose decoder is one call, without what its classes do around that.
+    """Logits of a language model whose decoder is one call, without running the classes around that.
 
-    Rows pay for their own tokens alone: where a window says how many nodes of each row count, the others are left out, and their
-    logits are zero.
+    Nothing is computed for filler: if a window says how many nodes of each row count, the logits of the others are zero.
     """
 
     def __init__(self, model: Any, decoder: NativeModel):
@@ -412,7 +411,7 @@ class Direct:
 
     @property
     def bias(self) -> Tensor | None:
-        """``[1, V]`` what the model adds to what its head makes."""
+        """``[1, V]`` what the model adds to the output of its LM head."""
         return getattr(self.model, "final_logits_bias", None)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -422,7 +421,7 @@ class Direct:
 
     @staticmethod
     def of(model: Any) -> Direct | None:
-        """Of ``model``, or None if it is no such model."""
+        """For ``model``, or None if it is no such model."""
         if not type(model).__module__.startswith("transformers.models."):
             return None
         decoder = vars(model.get_decoder()).get("forward")
@@ -432,7 +431,7 @@ class Direct:
 
     @property
     def ready(self) -> bool:
-        """Nothing has been put around the model that would have to be called."""
+        """The model has no hooks or overrides that this would bypass."""
         return not (any(self._hooks) or "forward" in vars(self.model) or self.decoder.watched or torch.is_grad_enabled())
 
     def __call__(
@@ -451,7 +450,7 @@ class Direct:
 
         Args:
             context: positions that the model knows.
-            tree: where its nodes stand, and their mask ``[R or 1, 1, nodes, width]``; None for chains.
+            tree: the positions of its nodes, and their mask ``[R or 1, 1, nodes, width]``; None for chains.
             part: the layers that are run; the hidden states are then those of :class:`~foredraft.backends.base.PassOutput`.
         """
         places = Places(window, ragged=tree is None)

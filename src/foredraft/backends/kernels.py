@@ -1,4 +1,4 @@
-"""How a model on a CPU is made fast, and the check that it still computes what it computed."""
+"""Packs and fuses a model on a CPU, and checks that its logits stay the same."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit: what another order of summation explains
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest logit: error that another order of summation explains
 
 
 class Kernels:
     """Packed weights and fused layers on one model, as far as its logits stay the same within rounding.
 
     Args:
-        model: on a CPU; :func:`~foredraft.backends.packing.refusal` has nothing against it.
+        model: on a CPU; one that :func:`~foredraft.backends.packing.refusal` accepts.
         sample: runs the model over a few tokens and returns their logits.
         owned: nobody else holds the model, so packed weights may replace the originals.
         hints: the layouts to choose among.
@@ -43,7 +43,7 @@ class Kernels:
         self.state.followers.add(self)
 
     def pack(self) -> None:
-        """Lay the weights out, unless they are. If that fails or is interrupted, the model is as it was."""
+        """Pack the weights, unless they are packed. If that fails or is interrupted, the model is left as it was."""
         if self._packing is None:
             try:
                 with torch.inference_mode(False), torch.no_grad(), one_thread(self.model):
@@ -89,7 +89,7 @@ class Kernels:
         return iter(()) if self._packing is None else self._packing.originals()
 
     def follow(self, changed: set[changes.Kind]) -> None:
-        """Lay other weights out anew; of another structure, whoever built this builds another.
+        """Pack changed weights anew. After a change of the structure, only undo; the caller then builds another object.
 
         Raises:
             ConfigurationError: something was written to weights that packed ones have replaced.
@@ -103,7 +103,7 @@ class Kernels:
             self.pack()
 
     def _lost(self, merged: bool) -> str | None:
-        """What was written to weights that are not there, and what to do; None if nothing was."""
+        """A message about writes to weights that packed ones have replaced; None if there were none."""
         if self._packing is None:
             return None
         what = "an adapter was merged" if merged and self._packing.taken else (lost := self._packing.lost()) and f"{lost} was changed"
@@ -116,7 +116,7 @@ class Kernels:
         """Give the weights back until :meth:`pack`.
 
         Raises:
-            ConfigurationError: what was written meanwhile is lost; the weights are those from before that.
+            ConfigurationError: something was written to packed weights and is lost; the weights are those from before that.
         """
         lost = self._lost(False)
         self.undo()
@@ -140,8 +140,8 @@ class Kernels:
 
 
 def difference(logits: Tensor, expected: Tensor, routed: bool = False) -> float | None:
-    """How far ``logits`` ``[..., V]`` lie from what is ``expected``, in parts of the largest; None if rounding explains it. Tokens may be
-    ``routed`` to experts."""
+    """How far ``logits`` ``[..., V]`` lie from what is ``expected``, relative to the largest of these; None if rounding explains it.
+    ``routed``: tokens are sent to experts."""
     off = experts.worst(logits.float() - expected.float(), expected.dtype, routed=routed)
     found = float(off / expected.float().abs().max().clamp(min=1e-6))
     return None if found <= TOLERANCE[expected.dtype] else found

@@ -1,10 +1,10 @@
-"""Weights of fewer bits than the model's dtype, as far as the kernels in ``native`` multiply with them.
+"""Quantised weights that the kernels in ``native`` multiply.
 
-torchao's integers of eight bits times a scale per output are exact in bfloat16 and float32, and a product is rounded where torchao's own
-is: the sum, then what the scale makes of it. Weights of four and eight bits with a scale, and a zero point, per output and group of inputs
-are those of :class:`~foredraft.quantization.grouped.GroupedTensor` and of torchao's ``IntxUnpackedToInt8Tensor``. The kernels multiply sums
-over a group with its scale, in float32. The libraries round each weight to the model's dtype before they multiply: the kernels are as
-close to what the integers and scales say, or closer.
+torchao's int8 weights with a scale per output are exact in bfloat16 and float32, and a product is rounded where torchao's own
+is: after the sum, and after the scale. Group-quantised weights of 4 and 8 bits, with a scale and a zero point per output and group of
+inputs, come from :class:`~foredraft.quantization.grouped.GroupedTensor` and torchao's ``IntxUnpackedToInt8Tensor``. The kernels multiply
+the sum over a group by its scale, in float32. The libraries round each weight to the model's dtype before they multiply, so the kernels
+are at least as close to the exact product of integers and scales.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from foredraft.backends import native
 from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
 
-UNIT = 32  # inputs of a matrix, or a multiple of them, that the kernels read
-LEAST = 16  # inputs of a group, and of experts in groups, likewise
+UNIT = 32  # inputs of a matrix must be a multiple of this
+LEAST = 16  # inputs of a group, and of group-quantised experts, must be a multiple of this
 OF_BITS = {4: native.GROUPS_OF_FOUR, 6: native.GROUPS_OF_SIX, 8: native.GROUPS_OF_EIGHT}  # kinds of integers in groups
 READ = "torchao's int8 with a scale per output, and weights of 4, 6 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, \
 GPTQ, compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
@@ -35,10 +35,10 @@ class Format:
         kind: of ``layer.c``.
         group: inputs that share a scale.
         scales: their dtype.
-        zero: what stands for 0; None where each group says so.
-        order: a word for the order that the inputs are read in, where they are not in their own.
-        nested: groups that share what their scales, or what stands for 0, are multiplied by; 0 where they are not.
-        mins: what stands for 0 is.
+        zero: the zero point; None if each group has its own.
+        order: a hash of the order of the inputs; empty if they are in order.
+        nested: groups that share a factor of their scales or zero points; 0 if there is none.
+        mins: whether zero points have such a factor.
     """
 
     kind: int = native.VALUES
@@ -55,12 +55,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a weight; 0 where they are the model's dtype's."""
+        """Bits of a weight; 0 for weights in the model's dtype."""
         return {native.EIGHTS: 8, native.GROUPS_OF_E2M1: 4, **{kind: bits for bits, kind in OF_BITS.items()}}.get(self.kind, 0)
 
     @property
     def told(self) -> dict[str, int]:
-        """What :class:`native.Matrix` says of it."""
+        """The fields of :class:`native.Matrix` that describe it."""
         scales = native.SCALES.index(self.scales) if self.scales is not None else 0
         return {"kind": self.kind, "group": self.group, "zero": self.zero or 0, "scales": scales, "nested": self.nested}
 
@@ -69,7 +69,8 @@ PLAIN = Format()
 
 
 def format_of(weight: Any, unit: int | None = None) -> Format | None:
-    """That of ``weight``; None for a quantised weight that the kernels cannot read, as where its inputs are no multiple of ``unit``."""
+    """The format of ``weight``; None for a quantised weight that the kernels cannot read, for instance if its inputs are no multiple of
+    ``unit``."""
     if is_int8(weight):
         return Format(native.EIGHTS)
     if isinstance(weight, GroupedTensor):
@@ -92,12 +93,12 @@ def grouped(bits: int, group: int, inputs: int, scale: Tensor, zero: int | None,
 
 
 def is_quantised(weight: Any) -> bool:
-    """Whether ``weight`` is one of these."""
+    """Whether ``weight`` has a quantised format that the kernels read."""
     return (found := format_of(weight)) is not None and found is not PLAIN
 
 
 def is_int8(weight: Any) -> bool:
-    """Whether ``weight`` is a torchao tensor with one scale per output, multiplied with activations as they are."""
+    """Whether ``weight`` is a torchao tensor with one scale per output, multiplied with activations that are not quantised."""
     if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao.") or weight.qdata.ndim != 2:
         return False
     rest = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale")
@@ -107,7 +108,7 @@ def is_int8(weight: Any) -> bool:
 
 
 def is_intx(weight: Any) -> bool:
-    """Whether ``weight`` is a torchao tensor with integers of four or eight bits and whole zero points, multiplied likewise."""
+    """Whether ``weight`` is a torchao tensor with integers of four or eight bits and integer zero points, multiplied likewise."""
     if type(weight).__name__ != "IntxUnpackedToInt8Tensor" or not type(weight).__module__.startswith("torchao.") or weight.qdata.ndim != 2:
         return False
     bits = str(weight.target_dtype).removeprefix("torch.int")
@@ -121,7 +122,7 @@ def bits_of(weight: Any) -> int:
 
 
 def is_held(weight: Any) -> bool:
-    """Whether the numbers are in memory: they were not :func:`taken`."""
+    """Whether the numbers are in memory: :func:`take` has not released them."""
     return not (weight.qdata if is_quantised(weight) else weight).is_meta
 
 
@@ -134,8 +135,8 @@ def parts_of(weight: Any) -> tuple[Tensor, ...]:
 
 
 def integers(weight: Any) -> Tensor:
-    """What :func:`take` lets go of: int8 ``[N, K]`` of :func:`is_int8`; of groups uint8 ``[N, K * bits / 8]``, the first weight in the
-    lowest bits, none below 0."""
+    """The integers that :func:`take` releases: int8 ``[N, K]`` for :func:`is_int8`; for groups uint8 ``[N, K * bits / 8]`` of unsigned
+    numbers, the first weight in the lowest bits."""
     if not is_intx(weight):
         found: Tensor = weight.qdata
         return found
@@ -149,7 +150,7 @@ def scales(weights: Sequence[Any]) -> Tensor:
 
 
 def by_group(weights: Sequence[Any]) -> dict[str, Tensor]:
-    """What ``groups.h`` reads beside the integers, in its order, of matrices one below the other."""
+    """What ``groups.h`` reads besides the integers, in its layout, for matrices one below the other."""
     found = {"scale": torch.cat([weight.scale for weight in weights])}
     if is_intx(weights[0]) and any(weight.zero_point.any() for weight in weights):
         found["zeros"] = torch.cat(
@@ -165,12 +166,12 @@ def by_group(weights: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def take(weight: Any) -> None:
-    """Let go of the integers; shape, scales and whatever else it knows stay."""
+    """Release the integers; shape, scales and everything else stay."""
     weight.qdata = torch.empty_like(weight.qdata, device="meta")
 
 
 def give_back(weight: Any, values: Tensor) -> None:
-    """The integers that :func:`take` let go of, as :func:`integers` has them."""
+    """Restore the integers that :func:`take` released, from ``values`` as :func:`integers` returns them."""
     if is_intx(weight):
         bits = bits_of(weight)
         values = (codes_from(values, bits).to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
@@ -206,5 +207,5 @@ def words_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def integers_from(words: Tensor, outputs: int) -> Tensor:
-    """What :func:`words_of` was given."""
+    """The inverse of :func:`words_of`."""
     return words.transpose(1, 2).reshape(-1, words.shape[1])[:outputs].contiguous().view(torch.uint8)

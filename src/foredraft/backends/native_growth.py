@@ -1,7 +1,7 @@
-"""A draft for one row in one call of a kernel, by a model whose decoder is one: a greedy tree, or a chain that is drawn.
+"""A draft for one row in one call of a kernel, if the draft model's decoder is one: a greedy tree, or a sampled chain.
 
-Level by level from Python, most of a small model's draft is spent between its passes, which the target's pass before has made slow:
-it filled the caches with weights.
+If a small model drafts level by level from Python, most of the time passes between its passes, because the target's pass before has
+filled the CPU's caches with weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from foredraft.backends.products import NATIVE, Product, padded
 from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
 
-MISSED = 8  # tokens that are read in front of the first level, at most; more are for a prefill
-WIDEST = 16  # nodes of a level
+MISSED = 8  # most tokens that are read before the first level; more need a prefill
+WIDEST = 16  # most nodes of a level
 MOST_KEPT = 128  # ``KEPT`` of ``layer.c``
 
 
@@ -34,9 +34,9 @@ class Grown:
     Attributes:
         tokens: of the proposed nodes, parents first.
         parents: of the same nodes; 0 is the root, i the node of ``tokens[i - 1]``.
-        own: where each was read behind the root, which is 0; -1 for one that was not.
+        own: the number under which each was read, the root being 0; -1 for nodes that were not read.
         fed: how many nodes were read, the root included.
-        expected: of the tokens, how many are accepted if the draft's probabilities hold; None if that was not asked.
+        expected: how many of the tokens are accepted if the draft's probabilities are right; None if that was not computed.
     """
 
     tokens: list[int]
@@ -47,7 +47,7 @@ class Grown:
 
 
 class Draws:
-    """How the tokens of a chain are drawn, and what from.
+    """How a chain is sampled, and from which distributions.
 
     Args:
         words: ``[n]`` int64 words of the noise, one per token.
@@ -56,7 +56,7 @@ class Draws:
         top_k, top_p, min_p: as in transformers; 0, 1 and 0 for all tokens. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
 
     Attributes:
-        q: ``[n, V]`` float32 the distributions that they were drawn from.
+        q: ``[n, V]`` float32 the distributions that the tokens were drawn from.
     """
 
     def __init__(self, words: Tensor, hashes: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
@@ -71,10 +71,10 @@ class Grower:
 
     Args:
         library: the kernels.
-        layer: the first one of the decoder, which says how large it is.
+        layer: the first one of the decoder, for its sizes.
         head: the output layer.
-        like: in the decoder's dtype.
-        about: what the kernels need to know besides.
+        like: a tensor in the decoder's dtype.
+        about: the other arguments of the kernels.
     """
 
     def __init__(self, library: Any, layer: native.Layer, head: Product, like: Tensor, about: native.Growth):
@@ -91,7 +91,7 @@ class Grower:
         """The tree below the last of ``ids``, as level-by-level drafting grows it, at most ``depth`` levels deep.
         None where this text cannot be continued here.
 
-        The cache then holds the text, its last token aside, and behind it the nodes that were read, not committed.
+        The cache then holds the text without its last token, and after it the nodes that were read, which are not committed.
         """
         k = min(shape.k, vocab_size)
         text = self._begin(ids, k, k * (depth - 1), vocab_size) if k <= WIDEST else None
@@ -114,7 +114,7 @@ class Grower:
         return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
 
     def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int, draws: Draws | None = None) -> Grown | None:
-        """The likeliest tokens below the last of ``ids`` in every place of ``shape``, or those of a chain that ``draws`` says how to draw;
+        """The most probable tokens for all nodes of ``shape`` below the last of ``ids``, or with ``draws`` a sampled chain;
         otherwise as :meth:`grow`."""
         layout = laid_out(shape)
         if layout is None or layout.siblings > vocab_size:
@@ -130,15 +130,15 @@ class Grower:
         return Grown(tokens[:], list(shape.parents[1:]), own, fed)
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
-        """The tokens ``int64[missed]`` that are read first, with room for so many nodes behind them, ``widest`` of them in a level; None
-        where there is none or too much was missed. Fills in ``start``, ``missed``, ``most`` and ``vocab``, and where everything lies."""
+        """The tokens ``int64[missed]`` to read first, after making room for ``nodes`` nodes after them, ``widest`` in a level; None if
+        there is no room or too much was missed. Sets ``start``, ``missed``, ``most``, ``vocab`` and all pointers."""
         raise TypeError(f"{type(self).__name__} must define _begin(ids, widest, nodes, vocab_size)")
 
     def _end(self, ids: Sequence[int], fed: int) -> None:
-        """So many nodes were read, the root included."""
+        """``fed`` nodes were read, the root included."""
 
     def _make_room(self, tokens: int, nodes: int, capacity: int) -> bool:
-        """Scratch for passes over so many tokens and trees of so many nodes that are read, in a cache of such a capacity; whether
+        """Make scratch for passes over ``tokens`` tokens and trees of which ``nodes`` nodes are read, in a cache of ``capacity``; whether
         it was made anew."""
         wanted = (tokens, nodes, capacity, torch.get_num_threads())
         if all(have >= want for have, want in zip(self._sizes[:2], wanted[:2])) and self._sizes[2:] == wanted[2:]:
@@ -240,8 +240,8 @@ class NativeGrowth(Grower):
 
 @dataclass(frozen=True)
 class StaticParents:
-    """A static shape as the kernel takes it: ``parents`` and ``ranks`` of all nodes but the root; ``read`` of them are asked about, in
-    levels of at most ``widest``; ``siblings`` at most."""
+    """A static shape as the kernel takes it: ``parents`` and ``ranks`` of all nodes but the root; ``read`` nodes are read, in
+    levels of at most ``widest``; a node has at most ``siblings`` children."""
 
     parents: Any
     ranks: Any

@@ -5,10 +5,10 @@ a matrix into blocks for its kernels, and so do the kernels in ``native``; torch
 or read it as it is. Here each linear layer of a model is packed once, and layers that read the same input (query, key and value; gate and
 up) become one product. Quantised weights have one layout only, that of ``native``, which keeps their bits.
 
-Layouts sum in different orders, so logits differ in the last bits. So which one is taken depends on the machine and the matrix alone, never
+Layouts sum in different orders, so logits differ in the last bits. The choice therefore depends on the machine and the matrix alone, never
 on a time that was measured: the same command gives the same logits every time.
 
-The classes of the model stay what they are: ``forward`` is overridden on single layers, and :meth:`Packing.undo` takes that back.
+The classes of the model stay unchanged: ``forward`` is overridden on single layers, and :meth:`Packing.undo` undoes that.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 HINTS = (PLAIN, ONEDNN)
 PREFERRED = (NATIVE, ONEDNN, PLAIN)
 WORDS = {4: "four", 8: "eight"}
-LIGHT = 2 << 30  # bytes of a model up to which one thread prepares it as fast
+LIGHT = 2 << 30  # bytes of a model; up to this size, one thread prepares it as fast as several
 
 
 class PackedForward(Override):
-    """``forward`` of one layer of a product. It is copied with a layer whose own weights it has replaced."""
+    """``forward`` of one layer of a product. A copy of the layer keeps it if it has replaced the layer's weights."""
 
     def __init__(self, product: Product, index: int):
         self.product, self.index = product, index
@@ -154,7 +154,8 @@ class Packing:
         return found if alike else None
 
     def lost(self) -> str | None:
-        """A parameter that somebody wrote to, or made, where there are only placeholders, so that nothing was written; None if none is."""
+        """The name of a parameter that was written to or made although there are only placeholders, so that the write is lost; None if
+        there is none."""
         taken = self.taken
         ours = {id(source.parameter) for source in taken}
         written = {id(source.parameter) for source in taken if source.written}
@@ -234,7 +235,7 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
     before: Tensor | None = None
     seen: set[int] = set()
     for layer, x in called:
-        if id(layer) in seen:  # called twice: whoever shares its input is not known
+        if id(layer) in seen:  # called twice: the layers that share its input are unknown
             before = None
             continue
         seen.add(id(layer))
@@ -247,8 +248,8 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
 
 
 def together(above: nn.Linear, layer: nn.Linear) -> bool:
-    """Whether one product can compute both: weights of one format, or weights in groups of which the kernels read one matrix after the
-    other."""
+    """Whether one product can compute both: weights of one format, or group-quantised weights, of which the kernels read one matrix after
+    the other."""
     formats = [format_of(each.weight) for each in (above, layer)]
     if formats[0] == formats[1]:
         return True
@@ -300,7 +301,7 @@ def one_thread(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def held_elsewhere(model: nn.Module) -> set[int]:
-    """The ids of parameters that a module other than a plain linear layer reads too: embeddings that are tied to the output."""
+    """The ids of parameters that several modules hold, such as embeddings that are tied to the output."""
     holders: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,8 +1,8 @@
-"""Attention over keys and values that lie in pages, by the kernels in ``native``, inside models whose layers are otherwise their own.
+"""Attention by the kernels in ``native`` over keys and values in pages, in models whose other layers stay their own.
 
-Most families call their attention through transformers' ``AttentionInterface``. A function of a name of its own is registered there; a
-model uses it for the length of a pass only. The cache then writes keys and values into pages and returns nothing that could be read:
-what the function gets is a key to what was written, and the kernels read the pages where they lie.
+Most families call their attention through transformers' ``AttentionInterface``. A function is registered there under its own name, and a
+model uses it during a pass only. The cache then writes keys and values into pages and returns placeholders without numbers, by which the
+function finds what was written; the kernels read the pages in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PagedAttention:
 
     Attributes:
         masks: for passes that use it.
-        calls, writes: of the attention function; of layers that had keys and values cached for it.
+        calls, writes: how often the attention function was called, and how often a layer cached keys and values for it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -73,15 +73,15 @@ class PagedAttention:
         self.masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype)
         self._library, self._dtype = native.library(model.dtype), model.dtype
         self._about, self._layer = native.Pass(), native.Layer()
-        self._window: Window | None = None  # that `_about` is about
-        self._held: Any = None  # what it points to
+        self._window: Window | None = None  # of `_about`
+        self._held: Any = None  # keeps alive what it refers to
         self._scratch = torch.empty(0)
         self._cache: PagedCache | None = None
         self._written: dict[int, tuple[Tensor, Tensor, int, Tensor, Tensor]] = {}  # by the id of the keys that layers were given
 
     @property
     def serves(self) -> bool:
-        """Nobody asks for what only the model's own attention gives."""
+        """Nothing is asked for that only the model's own attention returns."""
         return serves(self.model)
 
     @contextmanager
@@ -101,8 +101,8 @@ class PagedAttention:
                 del config.__dict__["foredraft_pages"]
 
     def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``[R, heads, N, size]`` at the window's slots of a layer. What is returned has the shapes of keys and values up to the
-        window's width, and no numbers: whoever computes with it gets NaN, and :meth:`attended` knows by it what was written.
+        """Write ``[R, heads, N, size]`` at the window's slots of a layer. Returns placeholders with the shapes of keys and values up to the
+        window's width. They are NaN, so that computing with them shows, and :meth:`attended` finds by them what was written.
 
         Raises:
             NotImplementedError: keys or values that the kernels do not read.
@@ -230,7 +230,7 @@ AttentionMaskInterface.register(NAME, mask)
 
 
 def serves(model: Any) -> bool:
-    """Whether nobody asks for what only the model's own attention gives."""
+    """Whether nothing is asked for that only the model's own attention returns."""
     return not (model.config.output_attentions or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
@@ -243,7 +243,7 @@ class Paged:
 
     Attributes:
         kinds: of its layers.
-        handed: why its layers are handed keys and values, most of the time as copies; None where the kernels read them where they lie.
+        handed: why the cache returns keys and values to its layers, most of the time as copies; None if the kernels read pages in place.
     """
 
     kinds: list[Kind]
@@ -265,7 +265,7 @@ class Paged:
 
 @torch.inference_mode()
 def attention_test(backend: Backend) -> Paged | str:
-    """Make the same passes through the model's own attention and over pages: a chain, a tree behind rows of unequal length, and a token of
+    """Make the same passes through the model's own attention and over pages: a chain, a tree after rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
 
     Returns:
@@ -315,7 +315,7 @@ def _compared(backend: Backend, paged: Paged, expected: Sequence[Tensor]) -> str
 
 
 def logits_of_test(backend: Backend) -> Iterator[Tensor]:
-    """``[R, N, V]`` logits of each pass of :func:`attention_test`. Rows begin shortly before a page ends, behind keys that are zero."""
+    """``[R, N, V]`` logits of each pass of :func:`attention_test`. Rows begin shortly before a page ends, after keys that are zero."""
     facts = backend.facts
     behind = PAGE - 4 if facts.context is None or facts.context >= 2 * PAGE else 0
     backend.open([behind] * 2)

@@ -59,7 +59,7 @@ class Piece:
     def __init__(self, weights: Sequence[Any], bias: Tensor | None, dtype: torch.dtype):
         self.format, self.sizes = format_of(weights[0]) or UNQUANTISED, [len(weight) for weight in weights]
         self.outputs = sum(self.sizes)
-        self.parts: dict[str, Tensor] = {}  # what is read beside the weights, as :class:`native.Matrix` names it
+        self.parts: dict[str, Tensor] = {}  # what is read besides the weights, as :class:`native.Matrix` names it
         if self.format.grouped:
             self.packed = narrow.words_of([narrow.integers(weight) for weight in weights])
             self.parts = narrow.by_group(weights)
@@ -90,7 +90,7 @@ class Product:
     """One matrix product for linear layers that read the same input.
 
     Args:
-        layers: their outputs are computed together and handed out layer by layer.
+        layers: their outputs are computed together and returned layer by layer.
         hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
     """
 
@@ -100,7 +100,7 @@ class Product:
         self.dtype, self.format = layers[0].weight.dtype, format_of(layers[0].weight) or UNQUANTISED
         weights = [layer.weight if self.quantised else layer.weight.detach() for layer in layers]
         self.bias = joined_bias(layers)
-        self.pieces: list[Piece] = []  # of ``NATIVE``: one, or of weights in groups one for each run of layers of one format
+        self.pieces: list[Piece] = []  # for ``NATIVE``: one, or with group-quantised weights one for each run of layers of one format
         if hint == NATIVE:
             self._lay_out(weights)
             self.matrix = self.matrix_from(0)
@@ -168,7 +168,7 @@ class Product:
         return bool(self.sources) and (torch.is_grad_enabled() or not all(source.kept for source in self.sources))
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """The output of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
+        """The output of layer ``index``: the first layer that is called computes all outputs, and the last one releases them."""
         if len(self.layers) == 1:
             return self(x)
         given, outputs = self._computed  # another thread may replace both at any time
@@ -178,7 +178,7 @@ class Product:
         return outputs[index]
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights as they were, one matrix per layer; of quantised ones the integers, as :func:`narrow.integers` has them."""
+        """The weights as they were, one matrix per layer; for quantised ones the integers, as :func:`narrow.integers` has them."""
         if self.pieces:
             return [part.clone() for piece in self.pieces for part in piece.weights()]
         dense = self.packed if self.hint == PLAIN else self.packed.to_dense()
@@ -187,7 +187,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Rows:
-    """A linear layer that is none of torch's."""
+    """A linear layer that is not a module of torch."""
 
     weight: Tensor
     bias: Tensor | None
@@ -211,7 +211,7 @@ def padded_size(outputs: int) -> int:
 
 
 def padded(row: Tensor) -> Tensor:
-    """``row`` with zeros behind, for the outputs that pad a matrix."""
+    """``row`` with zeros after it, for the outputs that pad a matrix."""
     return nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
 
 
@@ -220,7 +220,7 @@ def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     fill = padded_size(len(weight)) - len(weight)
     rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
     pairs = (dtype or weight.dtype) == torch.bfloat16
-    if pairs:  # each moved as one number
+    if pairs:  # each is moved as one number
         rows = rows.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
     order = rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
     packed = native.room(order.shape, order.dtype).copy_(order).view(weight.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-WARM_UP = 1  # runs on the recorded stream before the one that is watched for waiting; libraries set themselves up there
+WARM_UP = 1  # runs before the one that is checked for waiting; libraries initialize themselves in them
 
 Outputs = tuple[Tensor, ...]
 
@@ -32,7 +32,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
-        """What does again what ``run`` does, and the tensors that its outputs are in afterwards. ``run`` is called several times first.
+        """A function that replays ``run``, and the tensors that hold its outputs afterwards. ``run`` is called several times first.
 
         Raises:
             Exception: whatever the device, or a function that waits for it, raises.
@@ -51,12 +51,12 @@ class CudaRecorder:
         return graph.replay, outputs
 
     def reset(self) -> None:
-        """Nothing that was recorded is replayed any more; its memory may go."""
+        """Recordings so far are not replayed any more; their memory may be freed."""
         torch.cuda.synchronize(self.device)  # what is dropped may still be running
-        self._pool = None  # one that nothing uses any more cannot be used again
+        self._pool = None  # a pool without recordings cannot be used again
 
     def _warm_up(self, run: Callable[[], Outputs]) -> None:
-        """Run on the stream that is recorded later. A function that waits for the device is told of here, before anything is recorded."""
+        """Run on the stream that is recorded later. A function that waits for the device fails here, before anything is recorded."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
@@ -81,7 +81,7 @@ def no_waiting() -> Iterator[None]:
 
 
 class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what a function reads and did not make itself."""
+    """Collects the tensors that a function reads and did not make itself."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,14 +97,14 @@ class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage(tensor: Tensor) -> int:
-    """A subclass that wraps others, such as a quantised weight, stands for itself."""
+    """The key of a tensor's storage; that of a subclass that wraps others, such as a quantised weight, is the subclass itself."""
     return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
 
 
 def inputs_of(run: Callable[[], Outputs]) -> list[Tensor]:
-    """Every tensor that ``run`` reads and did not make. A recording knows them by address: constants of torch's, of the model or of a
-    cache of ours have to live as long as it does, whoever else forgets them."""
-    run()  # what is made once and kept is made here
+    """Every tensor that ``run`` reads and did not make. A recording knows them by address, so constants of torch, of the model or of
+    our caches have to live as long as it does."""
+    run()  # makes what is made once and cached
     with Witness() as witness:
         run()
     return list(witness.found.values())

@@ -31,8 +31,8 @@ READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of 
 @dataclass(eq=False)
 class RollbackRow:
     """One row: its committed ``text``, the ``drafted`` tokens of the round, the ``live`` state after the last pass, and the
-    ``kept`` one, which has read nothing but text that stays. The two may be the same object. Rows of equal ``key`` share what was kept
-    of their texts; without one, nothing. ``stored`` is the number of what is kept of its prompt so far."""
+    ``kept`` one, which has read committed text only. The two may be the same object. Rows of equal ``key`` share stored states;
+    a row without one shares nothing. ``stored`` is the number of the state that is stored for its prompt so far."""
 
     text: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class RollbackRow:
     stored: int | None = None
 
     def take(self, whole: Sequence[int], limit: int) -> State:
-        """A state that has read a beginning of ``whole``, at most ``limit`` tokens, to go on from; it becomes ``live``."""
+        """A state to continue from, which has read a beginning of ``whole`` of at most ``limit`` tokens; it becomes ``live``."""
         if self.live is not None and self.live.can_be_cut:
             shared = shared_beginning(self.live.tokens, whole, limit)
             if shared < len(self.live.tokens):
@@ -86,12 +86,12 @@ class RollbackCache:
         most: Sequence[int] | None = None,
         at_once: bool = True,
     ) -> list[int]:
-        """How many tokens of each of ``texts``, whose rows :meth:`open` is about to append, need not be read, because a state was kept that
-        has read them. Arguments as of :class:`~foredraft.models.paged_cache.PagedCache`."""
+        """How many tokens of each of ``texts``, whose rows :meth:`open` is about to append, need not be read, because a stored state has
+        read them. Arguments as of :class:`~foredraft.models.paged_cache.PagedCache`."""
         self._opening = []
         for text, key, limit in zip(texts, keys, most or map(len, texts)):
             known = min(limit, len(text) - unread)
-            # one that has read the last token as well says what comes behind it: see `Rollback._read_prompt`
+            # a state that has also read the last token knows the logits after it: see `Rollback._read_prompt`
             state = self.states.find(key, text, known if most else limit) if share else None
             row = RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=key if share else None)
             if state is not None and len(state.tokens) <= known:
@@ -100,12 +100,12 @@ class RollbackCache:
         return [len(row.text) for row in self._opening]
 
     def known(self, text: Sequence[int], key: Hashable) -> int:
-        """Tokens of ``text``, but for the last, that were read for texts which are over, at its beginning; rows of ``key`` find them."""
+        """Tokens at the beginning of ``text``, but for its last, that stored states of finished texts have read, for rows of ``key``."""
         state = self.states.find(key, text, len(text) - 1)
         return 0 if state is None else len(state.tokens)
 
     def leave(self, row: int, text: Sequence[int]) -> None:
-        """Row ``row`` is about to be dropped: keep what it remembers for texts that begin like it."""
+        """Row ``row`` is about to be dropped: store its state for texts with the same beginning."""
         leaving = self.rows[row]
         if leaving.live is not None and leaving.live.can_be_cut:
             leaving.live.cut(shared_beginning(leaving.live.tokens, leaving.text, len(leaving.text)))
@@ -115,7 +115,7 @@ class RollbackCache:
             self.states.add(leaving.key, max(held, key=lambda state: len(state.tokens)))
 
     def share_no_more(self) -> None:
-        """What is kept was computed with other weights than what comes."""
+        """Forget all states, since they were computed with other weights than what comes."""
         self.states.clear()
 
     # -- how much room there is, in bytes instead of pages ------------------------------------------------------------------
@@ -129,7 +129,7 @@ class RollbackCache:
         return [1]
 
     def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
-        """Bytes that a row would take for ``text`` and ``nodes`` behind it."""
+        """Bytes that a row would take for ``text`` and ``nodes`` after it."""
         return self.whole(len(text) + nodes, written)
 
     def whole(self, tokens: int, written: int) -> list[int]:
@@ -147,7 +147,7 @@ class RollbackCache:
         self.make_room([0])
 
     def make_room(self, more: Sequence[int]) -> bool:
-        """Whether rows can take so many bytes ``more``; states are given up for them."""
+        """Whether rows can take so many bytes ``more``; states are evicted for them."""
         return self.memory.make_room(more[0])
 
     def cost(self, counts: Sequence[int]) -> int:
@@ -197,11 +197,11 @@ class RollbackCache:
 
 
 class Rollback(Backend):
-    """Forward passes over chains, a row at a time, each as transformers' own ``generate`` would make it. Of a row beyond the model's
-    context nothing is read; its logits, and those of filler, are zeros.
+    """Forward passes over chains, a row at a time, each as transformers' own ``generate`` would make it. A row beyond the model's
+    context is not read; its logits, and those of filler, are zeros.
 
     Args:
-        facts: a model that takes a cache and reads several tokens behind it in one pass.
+        facts: a model that takes a cache and can read several tokens after it in one pass.
         chunk: most tokens of text read in one pass.
     """
 
@@ -232,7 +232,7 @@ class Rollback(Backend):
         return PassOutput(logits, together([each[1] for each in found], window.nodes, last=last))
 
     def _read(self, row: RollbackRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
-        """``[n, V]`` logits and ``[n, F * d]`` hidden states at the n tokens of ``drafted`` from ``before`` on, behind the row's text."""
+        """``[n, V]`` logits and ``[n, F * d]`` hidden states at the n tokens of ``drafted`` from ``before`` on, after the row's text."""
         row.drafted = drafted
         text, whole = len(row.text), row.text + drafted
         ended = before >= len(drafted)  # in an earlier pass
@@ -250,8 +250,8 @@ class Rollback(Backend):
         return self._pass(state, whole[len(state.tokens) :], len(drafted) - before)
 
     def _read_prompt(self, row: RollbackRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`_read`, in which only the last token of ``drafted`` is asked about, unless hidden states are wanted of all. What was
-        kept of texts that begin alike is not read again, and what the row remembers in the end is kept."""
+        """As :meth:`_read`, but only for the last token of ``drafted``, unless hidden states are wanted of all. Starts from a stored state
+        of a text with the same beginning, if there is one, and stores the state of the row in the end."""
         whole, states = row.text + drafted, self.cache.states
         if row.key is None or (self.facts.context is not None and len(whole) > self.facts.context):
             return self._read(row, drafted, before)
@@ -273,7 +273,7 @@ class Rollback(Backend):
         return found
 
     def _read_from(self, row: RollbackRow, drafted: list[int]) -> tuple[Tensor, Tensor]:
-        """``[1, V]`` logits and hidden states at the last of ``drafted``. A copy is kept of where the text parts from another."""
+        """``[1, V]`` logits and hidden states at the last of ``drafted``. Stores a copy of the state where the text leaves another."""
         row.drafted, whole = drafted, row.text + drafted
         state = row.take(whole, len(whole) - 1)
         start, parting = len(state.tokens), self.cache.states.parting(row.key, whole)
@@ -309,14 +309,14 @@ class Rollback(Backend):
         return logits, logits.new_empty(wanted, 0) if caught is None else caught.hidden()[0, -wanted:]
 
     def measure(self) -> None:
-        """Learn what a row takes, if no pass has told."""
+        """Learn how much memory a row takes, if no pass has shown it."""
         if self.cache.memory.sizes is None:
             with torch.inference_mode():
                 self._pass(State([], None), [0, 0], 1)
 
 
 def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:
-    """``[R, nodes, *]`` of what was ``found`` at the tokens of each row, zeros behind it; or the last of each row alone, ``[R, 1, *]``."""
+    """``[R, nodes, *]`` what was ``found`` at the tokens of each row, padded with zeros; or the last of each row alone, ``[R, 1, *]``."""
     if last:
         return torch.stack([each[-1:] for each in found])
     whole = found[0].new_zeros(len(found), nodes, found[0].shape[-1])

@@ -19,18 +19,18 @@ from foredraft.tree import TokenTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SMALLEST = 32  # context in which a test has room
+SMALLEST = 32  # smallest context in which a test has room
 WINDOW = 512  # widest window that the self-test goes beyond
 WINDOW_OPTIONS = ("sliding_window", "attention_chunk_size", "window_size")
 TREE = (-1, 0, 0, 1, 1, 2)  # parents; two levels that branch
-LEAVES = ((4, 5), (5,))  # of each row, whose paths are compared
-PATH = (0, 2, 5)  # what is kept of it: nodes that have to move
-ATTEMPTS = 3  # with other tokens, where rounding may choose other experts
+LEAVES = ((4, 5), (5,))  # of each row: leaves whose paths are compared
+PATH = (0, 2, 5)  # the path that is kept: nodes that have to move
+ATTEMPTS = 3  # each with other tokens, if rounding may choose other experts
 
 
 class Trial:
-    """A few rows over ``backend``, behind ``texts``, which are read at once, and ``sources`` where the model has an encoder. What is scored
-    behind them depends on ``seed``."""
+    """A few rows of ``backend`` that hold ``texts``, which are read in one pass, with ``sources`` if the model has an encoder. ``seed``
+    selects the tokens that are scored after them."""
 
     def __init__(self, backend: Backend, texts: Sequence[Sequence[int]], sources: Sequence[Source] = (), seed: int = 0):
         self.backend, self.device, self.sources, self.seed = backend, backend.facts.device, list(sources), seed
@@ -57,7 +57,7 @@ class Trial:
 
 @torch.inference_mode()
 def self_test(backend: Backend) -> str | None:
-    """Score drafts behind two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
+    """Score drafts after two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
 
     First a chain, then a tree that branches, then what is cached after a path of the tree was kept; where the model has an encoder, also
     after the first row has left. One prefix is longer
@@ -101,17 +101,17 @@ def _differences(backend: Backend, seed: int) -> tuple[str | None, str | None]:
 
 
 def _flips(facts: ModelFacts) -> bool:
-    """Whether tokens may go to other experts for rounding alone."""
+    """Whether rounding alone may send tokens to other experts."""
     return is_half(facts.model) and is_routed(facts.model)
 
 
 def texts_of_test(facts: ModelFacts, seed: int = 0) -> list[list[int]]:
-    """Two texts, one of them so long that its beginning is out of sight."""
+    """Two texts, one of them longer than the model's window, if that is at most ``WINDOW``."""
     return [some_text(facts, _beyond_window(facts.model), seed + 3), some_text(facts, 3, seed + 1)]
 
 
 def sources_of_test(facts: ModelFacts) -> list[Source]:
-    """Two sources of unequal lengths, one of them beyond the last distance that the model tells from others; none without an encoder."""
+    """Two sources of unequal lengths, one longer than the longest distance that the model distinguishes; none without an encoder."""
     if not facts.sourced:
         return []
     furthest = getattr(facts.model.config, "relative_attention_max_distance", 0)
@@ -169,8 +169,8 @@ def _tree_error(trial: Trial, texts: list[list[int]]) -> str | None:
 
 
 def _error(trial: Trial, row: int, cached: Tensor, text: list[int], drafted: list[int]) -> str | None:
-    """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` behind ``text``, if that is too far. In
-    half precision a token in four may go to other experts for rounding alone."""
+    """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` after ``text``, if that is too far. In
+    half precision, rounding alone may send a token in four to other experts."""
     facts = trial.backend.facts
     ids = torch.tensor([text + drafted], device=facts.device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

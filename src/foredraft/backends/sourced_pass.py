@@ -1,7 +1,7 @@
-"""Decoders behind an encoder in one call of the kernels: those of T5, BART, Whisper and their families.
+"""Decoders of encoder-decoder models in one call of the kernels: those of T5, BART, Whisper and their families.
 
-Their layers differ from those of the llama family: nothing is turned by its position, and each layer also attends to a source. In T5,
-scores get a bias by the distance of query and key; the others add an embedding of its position to each token.
+Their layers differ from those of the llama family: there is no RoPE, and each layer also attends to a source. In T5,
+scores get a bias by the distance of query and key; the others add a position embedding to each token.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from foredraft.models.masks import MaskInputs
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a decoder of some family keeps its parts: its ``layers`` and the norm behind the ``last``; in a layer the rest. ``norms`` are
-    those of attention, cross-attention and MLP; ``wide`` is what the MLP widens with, gated or else plain."""
+    """Names of the parts of a decoder: its ``layers``, and the norm after them (``last``); the others are within a layer. ``norms`` are
+    those of attention, cross-attention and MLP; ``wide`` are the linear layers into the MLP's inner size, gated or plain."""
 
     layers: str
     last: str
@@ -72,10 +72,10 @@ class Family:
     """What is special about decoders of one class.
 
     Attributes:
-        behind: norms are of what a sublayer was added to, rather than of what it reads.
+        behind: post-norm: norms apply after a sublayer's output was added, rather than to its input.
         early: the norm of the embeddings, where there is one, comes before positions are added.
-        scales: the decoder scales the embeddings, rather than their table, if anything does.
-        scaled: what says in the config that the logits are scaled.
+        scales: if embeddings are scaled, the decoder does it, rather than the embedding module.
+        scaled: the field of the config that says that logits are scaled.
     """
 
     parts: Parts = BART
@@ -103,23 +103,23 @@ ACTIVATIONS = {
     "ReLU": native.RELU,
 }
 TRIED = 5  # tokens of a trial
-WIDEST = 8192  # values of a state that is normed in place, ``TAKEN`` of ``layer.c``
+WIDEST = 8192  # most values of a state that is normed in place, ``TAKEN`` of ``layer.c``
 
 
 @dataclass(eq=False)
 class SourcedLayer:
-    """One layer, as the kernels see it; ``held`` is what their pointers point to."""
+    """One layer, as the kernels see it; ``held`` keeps alive what its pointers refer to."""
 
     about: native.Layer
     index: int
     library: Any
     shared: object
-    cross: Sequence[nn.Module]  # what makes keys and values of a source
+    cross: Sequence[nn.Module]  # the linear layers for keys and values of a source
     held: tuple[Any, ...]
 
     @staticmethod
     def of(layer: Any, index: int, family: Family, bias: Tensor | None, packing: Packing, shared: object) -> SourcedLayer | None:
-        """None if its sizes or layouts are not those that the kernels are made for."""
+        """None if the kernels do not support its sizes or layouts."""
         parts, inside = family.parts, dict(layer.named_modules())
         attention, cross = inside[parts.attention], inside[parts.cross]
         (*qkv, output), (query, *cross_keys, cross_output) = (
@@ -172,11 +172,11 @@ class SourcedLayer:
 
 
 class SourcedModel(NativeModel):
-    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called itself, it runs as its class does."""
+    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called directly, it runs as its class does."""
 
     kernels: Sequence[SourcedLayer]
     scale: float  # of the states that the head reads
-    table: Tensor | None  # ``[positions, hidden]`` what is added to tokens
+    table: Tensor | None  # ``[positions, hidden]`` position embeddings
 
     @staticmethod
     def of(base: Any, packing: Packing) -> SourcedModel | None:  # type: ignore[override]
@@ -209,7 +209,7 @@ class SourcedModel(NativeModel):
         return found
 
     def _describe(self, normed: nn.LayerNorm | None, family: Family) -> None:
-        """Say what the first layer reads of a token: its embedding, scaled, and that of its position, ``normed``."""
+        """Describe the input embeddings: token embeddings, scaled, plus position embeddings, ``normed``."""
         base, about = self.base, self.embedded
         about.scale = getattr(base if family.scales else base.embed_tokens, "embed_scale", 1.0)
         if normed is not None:
@@ -223,7 +223,7 @@ class SourcedModel(NativeModel):
         return type(self.base).forward(self.base, *given, **named)
 
     def trial(self) -> tuple[Tensor, Tensor]:
-        """The last states ``[1, n, hidden]`` of a few tokens behind a source, by the kernels and by the class."""
+        """The last states ``[1, n, hidden]`` of a few tokens with a source, by the kernels and by the class."""
         like, cache, padding = self.base.embed_tokens.weight, SourcedCache(), self.base.embed_tokens.padding_idx
         ids, positions = torch.tensor([token for token in range(TRIED + 1) if token != padding][:TRIED]), torch.arange(TRIED)
         states = torch.randn(1, TRIED, like.shape[1], generator=torch.Generator().manual_seed(0)).to(like.dtype)
@@ -261,7 +261,7 @@ class SourcedModel(NativeModel):
         return True
 
     def _point(self, about: native.Pass, cache: TreeCache, window: Window) -> None:
-        """Say where the keys of the rows' sources are, which are made if there are none yet."""
+        """Set pointers to the cross-attention keys of the rows' sources, which are made if there are none yet."""
         assert isinstance(cache, SourcedCache)
         rows, cross = cache.sources[window.first : window.last], cache.cross
         fresh = dict.fromkeys(each for each in rows if not each.keys)
@@ -280,19 +280,19 @@ class SourcedModel(NativeModel):
 
 
 def by_distance(attention: Any) -> Tensor:
-    """``[heads, reach]`` what ``attention`` adds to scores; further keys are as the last one."""
+    """``[heads, reach]`` the bias of ``attention`` by distance; longer distances count as the longest."""
     reach = attention.relative_attention_max_distance + 1
     line: Tensor = type(attention).compute_bias(attention, 1, reach, past_seen_tokens=reach - 1)[0, :, 0]
     return line.detach().flip(-1).float().contiguous()
 
 
 def counts(table: Any) -> bool:
-    """Whether ``table`` gives the tokens that are not padding their numbers for positions."""
+    """Whether ``table`` takes as positions the numbers of tokens that are not padding."""
     return hasattr(table, "make_weights")
 
 
 def by_position(table: Any, config: Any) -> Tensor:
-    """``[positions, hidden]`` what ``table`` makes of tokens."""
+    """``[positions, hidden]`` the position embeddings of ``table``."""
     if counts(table):
         line = torch.full((1, config.max_position_embeddings), 1 if table.padding_idx == 0 else 0)
         counted: Tensor = type(table).forward(table, line)[0]

@@ -1,9 +1,9 @@
-"""What models that cannot branch remember of texts, kept for later texts that begin alike.
+"""States of models that cannot branch, kept for later texts with the same beginning.
 
-A recurrent state says nothing of the tokens before the last one that it has read. So a text can only go on from a state that is a copy
-from exactly there. Copies are kept of the ends of prompts, of the ends of texts, and of the places where texts were seen to part: three
-requests that begin with the same instructions part twice, and from the third on the instructions are not read again (Pan et al. 2024,
-"Marconi: Prefix Caching for the Era of Hybrid LLMs").
+A recurrent state cannot be turned back to an earlier token, so a text can only continue from a state that was copied exactly there.
+Copies are kept of the ends of prompts, of the ends of texts, and of the points where texts were seen to diverge: of three
+requests that begin with the same instructions, the second shows where they diverge, and the third does not read the instructions again
+(Pan et al. 2024, "Marconi: Prefix Caching for the Era of Hybrid LLMs").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from foredraft.models.pages import PAGE
 
-WORTH_KEEPING = 16  # tokens; a shorter beginning is read again
+WORTH_KEEPING = 16  # tokens; shorter beginnings are read again
 KEPT = 32  # states without a limit of memory
 
 
@@ -27,8 +27,8 @@ class State:
     """What a model remembers after reading ``tokens``: a transformers ``Cache``, or a list of tensors (rwkv); None at first.
 
     Attributes:
-        logits: ``[1, V]`` behind the last of ``tokens``, where they are known.
-        stored: other texts may go on from it, so nobody writes to it.
+        logits: ``[1, V]`` after the last of ``tokens``, if they are known.
+        stored: other texts may continue from it, so it must not be written to.
     """
 
     def __init__(self, tokens: list[int], memory: Any, logits: Tensor | None = None):
@@ -43,7 +43,7 @@ class State:
         return isinstance(self.memory, DynamicCache) and all(type(layer) is DynamicLayer for layer in self.memory.layers)
 
     def cut(self, length: int) -> None:
-        """Forget what lies behind the first ``length`` tokens."""
+        """Forget the tokens after the first ``length``."""
         if length < len(self.tokens):
             for layer in self.memory.layers:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
@@ -64,11 +64,11 @@ class State:
 
 
 class StateStore:
-    """States of texts, by the keys of their rows. Nobody may write to a state in it; the least recently used one goes first.
+    """States of texts, by the keys of their rows. They must not be written to. The least recently used one is evicted first.
 
     Attributes:
         limit: bytes of all states together; None for at most :data:`KEPT` of them.
-        bytes, evicted: what they take; how many have been given up for others.
+        bytes, evicted: what they take; how many have been evicted for others.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class StateStore:
         return len(self._order)
 
     def add(self, key: Hashable, state: State, instead: int | None = None) -> int | None:
-        """Keep ``state``, which nobody writes to from now on, ``instead`` of that number. The number of it; None if nothing was added."""
+        """Store ``state``, which must not be written to from now on, in place of number ``instead``. Returns its number, or None."""
         if instead in self._order:
             self._remove(instead)
         if len(state.tokens) < WORTH_KEEPING:
@@ -105,14 +105,14 @@ class StateStore:
         return number
 
     def shrink(self) -> None:
-        """Give up states that there is no room for, but for the last that was used: a prompt that is read in pieces goes on from it."""
+        """Evict states beyond the limit, but for the one that was used last: a prompt that is read in pieces continues from it."""
         while len(self._order) > 1 and (len(self._order) > KEPT if self.limit is None else self.bytes > self.limit):
             self._remove(next(iter(self._order)))
             self.evicted += 1
 
     def find(self, key: Hashable, text: Sequence[int], most: int) -> State | None:
-        """The state that has read most of ``text[:most]`` and nothing else; all of ``text`` only if it knows the logits behind it. Nobody
-        may write to it."""
+        """The state that has read the longest part of ``text[:most]`` and nothing else; all of ``text`` only if it has the logits after it.
+        It must not be written to."""
         best, found = WORTH_KEEPING - 1, None
         for number, (state, _) in self._states.get(key, {}).items():
             length = len(state.tokens)
@@ -127,13 +127,13 @@ class StateStore:
             return None
         self._use(found)
         state = self._states[key][found][0]
-        if state.can_be_cut:  # whoever goes on from it cuts it
+        if state.can_be_cut:  # only a copy is cut
             state = state.copy()
             state.cut(best)
         return state
 
     def parting(self, key: Hashable, text: Sequence[int]) -> int:
-        """The most tokens that ``text`` has in common with one that was read, at the beginning."""
+        """The length of the longest beginning that ``text`` has in common with a stored text."""
         return max((shared_beginning(state.tokens, text, len(text)) for state, _ in self._states.get(key, {}).values()), default=0)
 
     def _use(self, number: int) -> None:
@@ -194,8 +194,8 @@ def tensors_in(memory: Any) -> Iterator[Tensor]:
 
 
 class RowMemory:
-    """What live rows take, counted in bytes rather than in pages, and what that leaves for the states of ``store``. A row that is read
-    holds two states: the one behind its last pass, and one that it can go back to.
+    """The memory of live rows, in bytes rather than in pages, and what it leaves for the states of ``store``. A row that is read
+    holds two states: the one after its last pass, and one to roll back to.
 
     Args:
         lengths: of the live rows, in tokens.
@@ -225,7 +225,7 @@ class RowMemory:
         return sum(map(self.row, self._lengths()))
 
     def make_room(self, more: int) -> bool:
-        """Whether rows can take so many bytes ``more``. If so, states that this leaves no room for are given up."""
+        """Whether rows can take so many bytes ``more``. If so, states that this leaves no room for are evicted."""
         if self.limit is not None:
             if self.held + more > self.limit:
                 return False
@@ -240,7 +240,7 @@ class RowMemory:
 
     @property
     def evicted(self) -> int:
-        """States that were given up for others."""
+        """States that were evicted for others."""
         return self.store.evicted
 
     def unlimited(self) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """A forward pass that is a function of tensors alone, so that it can be recorded once and played again.
 
-What changes from pass to pass are tensors: the tokens, the slots that the trees begin at, the nodes that lie in front, the depths and
-the ancestors of the nodes. Positions, masks and the slots that keys are written to are derived from them inside the pass, for a span of
-slots that is given once. The cache's own buffers are read and written where they lie.
+All that changes from pass to pass is in tensors: the tokens, the slots of the trees' roots, the number of earlier nodes, the depths and
+the ancestors of the nodes. Positions, masks and the slots that keys are written to are derived from them inside the pass, for a fixed
+span of slots. The cache's own buffers are read and written in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StaticPass:
         facts, cache: as a backend has them.
 
     Attributes:
-        features: hidden states that passes hand out, None for none.
+        features: hidden states that passes return, None for none.
     """
 
     def __init__(self, facts: ModelFacts, cache: TreeCache):
@@ -43,7 +43,7 @@ class StaticPass:
         """Logits ``[R, N, V]`` after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
 
         Args:
-            roots: ``[R]`` slots of the trees' roots, as many as the tokens in front of them.
+            roots: ``[R]`` slots of the trees' roots, which are the numbers of tokens before them.
             first: ``[R]`` or ``[1]`` numbers of the first node of this pass; what is before it was written by earlier passes.
             depths: ``[R or 1, T]`` of all nodes so far and more.
             ancestors: ``[R or 1, N, T]`` bool, of the nodes of this pass; every node is its own.
@@ -111,8 +111,8 @@ class Bucket:
 class PassFrame:
     """The static inputs of the passes of one bucket, and the pass over them.
 
-    Filler rows stand at the end of the span, and overwrite what finished rows left there; filler nodes stand behind the tree.
-    Both see themselves, so that nothing they leave behind is NaN.
+    Filler rows are at the end of the span, and overwrite what finished rows left there; filler nodes follow the tree.
+    Both see themselves, so that they write no NaN.
     """
 
     def __init__(self, passes: StaticPass, bucket: Bucket, device: torch.device):
@@ -145,7 +145,7 @@ class PassFrame:
         return (output.logits,) if output.hidden is None else (output.logits, output.hidden)
 
     def cut(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of the bucket's, those of the pass that was loaded."""
+        """The part of the bucket's ``outputs`` that belongs to the pass that was loaded."""
         rows, nodes = self._loaded
         return tuple(each[:rows, :nodes] for each in outputs)
 
@@ -158,5 +158,5 @@ class PassFrame:
 
 
 def upload(goal: Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
-    """Copy host integers into ``goal`` without waiting for the device: pinned memory stays until the copy is made."""
+    """Copy host integers into ``goal`` without waiting for the device: pinned memory is kept until the copy is made."""
     goal.copy_(to_device(values, goal.device), non_blocking=True)

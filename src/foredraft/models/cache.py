@@ -21,7 +21,7 @@ from foredraft.device import to_device
 from foredraft.errors import CacheMemoryError
 
 BLOCK = 64  # capacities are multiples of this many tokens
-FEW = 4  # vectors per buffer that are moved one by one
+FEW = 4  # up to so many vectors per buffer are moved one by one
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
 
 
@@ -29,8 +29,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integ
 class Window:
     """Where one forward pass reads and writes: physical rows ``first`` to ``last``, N tokens from each row's start on.
 
-    ``before`` nodes of the same tree lie in front of the starts, written by earlier passes. ``counts`` says of a chain how many nodes of
-    each row count, where that is known: what is behind them need not be computed.
+    ``before`` nodes of the same tree are in front of the starts, written by earlier passes. ``counts`` says for a chain how many nodes of
+    each row are real, if that is known: the others need not be computed.
     """
 
     first: int
@@ -71,7 +71,7 @@ class Layer:
 class TreeCache(Cache):
     """A transformers ``Cache`` whose rows have lengths of their own and can forget tokens.
 
-    A pass writes the keys and values of a tree behind each row's tokens; :meth:`commit` keeps those of the accepted path.
+    A pass writes the keys and values of a tree after each row's tokens; :meth:`commit` keeps those of the accepted path.
 
     Args:
         reserve: tokens per row to allocate for at first; the capacity doubles when it is outgrown.
@@ -79,8 +79,8 @@ class TreeCache(Cache):
     Attributes:
         lengths: tokens cached per live row, in physical order.
         scratch: what kernels keep between passes over this cache.
-        positions: ``[R, W]`` int32 of what is in each slot of the window, for kernels, which add up what a node sees in the order of its
-            positions; None where slots are positions.
+        positions: ``[R, W]`` int32 position of what is in each slot of the window. Kernels add up what a node sees in the order of
+            positions. None if slots are positions.
     """
 
     is_compileable = False
@@ -93,8 +93,8 @@ class TreeCache(Cache):
         self.row_capacity = 1
         self.capacity = self._least = _blocks(reserve)
         self.window: Window | None = None
-        self.spoiled: dict[int, int] = {}  # rows behind the live ones whose slots from there on were overwritten
-        self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
+        self.spoiled: dict[int, int] = {}  # rows after the live ones: the slot from which on they were overwritten
+        self.allocations = 0  # so far; pointers into the buffers are stale when this changes
         self.scratch: Any = None
         self.positions: Tensor | None = None
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -146,12 +146,12 @@ class TreeCache(Cache):
 
     @property
     def outgrown(self) -> bool:
-        """Rows or a row's tokens need more room than buffers have; :meth:`buffers` makes it."""
+        """Rows, or the tokens of a row, need more room than buffers have; :meth:`buffers` makes it."""
         keys = self.layers[0].keys
         return keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity
 
     def place(self, about: Any, layer_idx: int = 0) -> int:
-        """Tell a pass of the kernels where the slots of its rows are in a layer; how many values behind its first one they begin."""
+        """Set in a pass of the kernels where a layer's slots are; the offset of the pass's first row, in values."""
         keys = self.layers[layer_idx].keys
         about.row_stride, about.head_stride, about.table = keys.stride(0), keys.stride(1), None
         about.positions = None if self.positions is None else self.positions.data_ptr()
@@ -159,7 +159,7 @@ class TreeCache(Cache):
 
     def buffers(self, layer_idx: int, like: Tensor, heads: int, *sizes: int) -> tuple[Tensor, Tensor]:
         """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, of one size or of one ``sizes`` each, in the dtype
-        of ``like``; the pass writes at :attr:`slots` and reads up to the window's width."""
+        of ``like``; the pass writes at the window's slots and reads up to its width."""
         window, layer = self._window, self._layer(layer_idx, *(like.new_empty(0, heads, 0, size) for size in (sizes[0], sizes[-1])))
         return layer.keys[window.first : window.last], layer.values[window.first : window.last]
 
@@ -184,7 +184,7 @@ class TreeCache(Cache):
             self.reserve(max(window.width, 2 * self.capacity))
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
-        """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the tree behind its length."""
+        """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the tree after its tokens."""
         window = self._window
         if len(kept) != window.rows or not 0 <= min(kept) <= max(kept) <= window.before + window.nodes:
             raise ValueError(
@@ -201,7 +201,7 @@ class TreeCache(Cache):
         self.commit(None, [1] * len(self.lengths))
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget what lies behind the first ``lengths[r]`` tokens of each row."""
+        """Forget the tokens after the first ``lengths[r]`` of each row."""
         self.lengths[:] = lengths
 
     def compact(self, keep: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class TreeCache(Cache):
                 store[[row for row in rows if row < len(store)]] = 0
 
     def spoil(self, rows: int, slot: int) -> None:
-        """Rows behind the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""
+        """Rows after the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""
         for row in range(len(self.lengths), rows):
             self.spoiled[row] = min(slot, self.spoiled.get(row, slot))
 
@@ -304,8 +304,8 @@ class TreeCache(Cache):
         return bool(movable)
 
     def _movable(self) -> list[Movable]:
-        """Where slots lie in the first and the third dimension of buffers, and these buffers as NumPy arrays of their bits, whose vectors
-        are moved in a fraction of the time; none if one is on another device."""
+        """For some layers together, where a slot of a row is in dimensions 0 and 2 of their buffers, and these as NumPy arrays of their
+        bits, in which vectors are moved in a fraction of the time; none if a buffer is on another device."""
         if self._viewed is None:
             fits = all(
                 store.device.type == "cpu" and store.element_size() in BITS
@@ -316,7 +316,7 @@ class TreeCache(Cache):
         return self._viewed
 
     def _places(self) -> list[tuple[Callable[[int, int], tuple[int, int]], Sequence[Layer]]]:
-        """Where a slot of a row lies in the first and the third dimension of the buffers of some layers."""
+        """For some layers together, a function from a row and a slot to their indices in dimensions 0 and 2 of the buffers."""
         return [(lambda row, slot: (row, slot), self.written)]
 
     def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:

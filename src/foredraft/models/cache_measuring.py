@@ -1,5 +1,5 @@
-"""What a model caches, by its configuration alone: one token goes through it on torch's ``meta`` device, where tensors have shapes and
-no numbers, and the shapes of what transformers caches say the rest."""
+"""What a model caches, from its configuration alone: one token goes through it on torch's ``meta`` device, where tensors have shapes but
+no numbers, and the shapes of what transformers caches tell the rest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def build(source: str, config: PretrainedConfig, dtype: str | torch.dtype | None
 
 
 class Encoded(BaseModelOutput):  # type: ignore[misc]
-    """What an encoder made; of what else some encoders return, nothing."""
+    """The output of an encoder; other fields, which some encoders return, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -109,7 +109,7 @@ class Encoded(BaseModelOutput):  # type: ignore[misc]
 
 
 def one_token(model: PreTrainedModel) -> Any:
-    """What a pass over one token returns; a source has one token, too, and no encoder reads it."""
+    """The output of a pass over one token; a source has one token, too, and is not encoded."""
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     if not model.config.is_encoder_decoder:
         return model(input_ids=token, use_cache=True, return_dict=True)
@@ -147,13 +147,13 @@ def kinds_of(cache: Any, config: PretrainedConfig, source: str) -> list[LayerKin
         else:
             add(SHARED if shared[number : number + 1] == ["reuse"] else NONE)
     outside = {name: each for name, each in vars(cache).items() if name != "layers"} if layers else cache
-    if state := bytes_of(outside):  # a family's own cache: its other layers keep theirs beside the list
+    if state := bytes_of(outside):  # a family's own cache: other layers keep their state outside of the list
         add(STATE, layers=config.num_hidden_layers - len(layers), state=state)
     return list(found.values())
 
 
 def bytes_of(thing: Any) -> int:
-    """Of all tensors in ``thing``: a tensor, a container, or an object of attributes."""
+    """Bytes of all tensors in ``thing``: a tensor, a container, or an object with attributes."""
     return sum(each.nbytes for each in tensors_in(thing))
 
 

@@ -89,8 +89,8 @@ class CacheSizes:
 
 
 def pages_kept(tokens: int, window: int | None, written: int) -> int:
-    """Pages that a row of so many ``tokens`` takes at most in layers that see a ``window`` of the text, None for all of it. So many tokens
-    are ``written`` in one pass."""
+    """Pages that a row of ``tokens`` tokens takes at most in layers that see a ``window`` of the text, None for all of it, if ``written``
+    tokens are written in one pass."""
     whole = -(-tokens // PAGE)
     return whole if window is None else min(whole, -(-(window + LEEWAY + written) // PAGE) + 1)
 

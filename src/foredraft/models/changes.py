@@ -44,8 +44,8 @@ class ModelState:
 
     Attributes:
         counts: how often each kind of thing was found changed.
-        followers: who is told at once, whoever looks: replacements of the model's own layers. Their ``follow(changed)`` raises
-            ConfigurationError where a change cannot be followed; they are then asked again at the next look.
+        followers: objects that are told at once, whoever looks: replacements of the model's own layers. Their ``follow(changed)`` raises
+            ConfigurationError if a change cannot be followed; they are then asked again at the next look.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -84,13 +84,13 @@ class ModelState:
         return {kind for kind, count in self.counts.items() if count != seen.get(kind, 0)}
 
     def note(self) -> None:
-        """The model is taken as it is now. For those who have just changed it themselves, in ways that text does not depend on."""
+        """Take the model's state as known. For callers that have just changed the model in ways that its text does not depend on."""
         model = self._model()
         assert model is not None
         self._snapshot = Snapshot(model)
 
     def mark(self, *kinds: Kind) -> None:
-        """Count ``kinds`` as changed, and what nobody has looked for yet: :meth:`note` would forget it."""
+        """Count ``kinds`` as changed, and also what nobody has looked for yet, which :meth:`note` would forget."""
         model = self._model()
         assert model is not None
         stop_watching(model)
@@ -102,7 +102,7 @@ STATES: weakref.WeakValueDictionary[int, ModelState] = weakref.WeakValueDictiona
 
 class Structure:
     """The modules inside ``module``, their classes, and what overrides their ``forward``. The dictionaries of the modules are kept and read
-    again; ``inside`` leaves out what overrides that of ``module`` itself."""
+    again; ``inside`` leaves out an override of ``module`` itself."""
 
     def __init__(self, module: nn.Module, *, inside: bool = False):
         modules = list(module.modules())
@@ -163,7 +163,7 @@ class Snapshot:
             kept = len(tensors) == len(known) and all(
                 new is old or (meta and new is not None and new.is_meta) for new, old, meta in zip(tensors, known, self._on_meta)
             )
-            if kept and not changed:  # weights that are elsewhere between passes have other placeholders after each
+            if kept and not changed:  # offloaded weights have other placeholders after each pass
                 self.__init__(model)  # type: ignore[misc]
             else:
                 changed.add("weights")
@@ -190,7 +190,7 @@ class Snapshot:
         return versions, addresses, [(id(each), None if each.is_inference() else each._version) for each in parts]
 
     def _read_hooks(self) -> list[int]:
-        """Their numbers, of which torch gives none away twice."""
+        """Their numbers, which torch never uses twice."""
         return [*flatten(filter(None, self._hooks))]
 
     def _read_adapters(self) -> tuple[Any, ...]:
@@ -201,7 +201,7 @@ class Snapshot:
 
 
 def contents(dictionaries: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    """Their values; most of them are empty, which costs little."""
+    """The values of all of them; most are empty and cost little."""
     return flatten(map(dict.values, filter(None, dictionaries)))
 
 
@@ -211,7 +211,7 @@ def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def has_address(tensor: Tensor | None) -> bool:
-    """Some, such as quantised weights, do not say where their values lie."""
+    """Whether ``tensor`` has an address; some tensors, such as quantised weights, have none."""
     try:
         return tensor is not None and tensor.data_ptr() is not None
     except RuntimeError:
@@ -219,7 +219,7 @@ def has_address(tensor: Tensor | None) -> bool:
 
 
 def parts_of(tensor: Any) -> Any:
-    """What reads the tensors that a tensor of a class of its own, such as a quantised weight, is made of; None for others."""
+    """A function that reads the inner tensors of a subclass of tensors, such as a quantised weight; None for others."""
     if tensor is None or not hasattr(tensor, "__tensor_flatten__"):
         return None
     names = tensor.__tensor_flatten__()[0]
@@ -235,7 +235,7 @@ def differ(config: PreTrainedConfig, before: dict[str, Any]) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Lists and dictionaries, which may be written to, as they are now."""
+    """``value`` with copies of lists and dictionaries, which may be written to."""
     if isinstance(value, dict):
         return {key: copied(each) for key, each in value.items()}
     return [*map(copied, value)] if isinstance(value, list) else value
@@ -279,7 +279,7 @@ def hooks_of(module: nn.Module, *, inside: bool = False) -> list[Mapping[int, An
 
 
 class Override:
-    """The replaced ``forward`` of ``layer``. A copy of the layer has that of its class, and so has what is unpickled."""
+    """A replacement of the ``forward`` of ``layer``. Copied and unpickled layers have the ``forward`` of their class."""
 
     layer: Any
 

@@ -39,8 +39,8 @@ class Source:
 
     Attributes:
         inputs: the encoder's arguments, ``[1, ...]`` each, padding included: ``input_ids`` or ``input_features``, ``attention_mask``.
-        states: ``[1, S, d]`` what the encoder made of it, where that is known already.
-        ids: its tokens without padding, for drafters that copy from it; none where it is sound, or not known.
+        states: ``[1, S, d]`` the encoder's output, if that is known already.
+        ids: its tokens without padding, for drafters that copy from it; none if it is sound, or not known.
     """
 
     inputs: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class Source:
         return hash(self.key)
 
     def read_anew(self) -> Source:
-        """As another model's encoder is to read it.
+        """The source for the encoder of another model.
 
         Raises:
             ConfigurationError: only the states of this model's encoder are known.
@@ -100,18 +100,18 @@ class CrossLayer:
 class CrossKeys(Cache):
     """The cross-attention half of a cache, for the rows of one pass.
 
-    The rows of most passes are those of the last one. When they change, their keys are brought together anew, and each source keeps
-    a view of its own, so that nothing is held twice.
+    The rows of most passes are those of the last one. When they change, their keys are copied together again, and each source then keeps
+    a view of the copy, so that nothing is held twice.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.layers: list[CrossLayer]
         self.rows: list[Encoded] = []
-        self.pointers: Any = None  # that kernels have made of the layers
+        self.pointers: Any = None  # pointers to the layers, which kernels have made
 
     def enter(self, rows: Sequence[Encoded]) -> None:
-        """The next pass is over ``rows``, all of which have keys, or none, and then it makes them."""
+        """The next pass is over ``rows``. Either all of them have keys, or none, and then the pass makes them."""
         if len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows)) and self.layers:
             return
         self.rows, self.pointers = list(rows), None
@@ -129,7 +129,7 @@ class CrossKeys(Cache):
         return key_states, value_states
 
     def _together(self, layer: int) -> CrossLayer:
-        """Keys and values of all rows, those behind a shorter source zero."""
+        """Keys and values of all rows, shorter sources padded with zeros."""
         first, *others = (row.keys[layer] for row in self.rows)
         if all(row is self.rows[0] for row in self.rows):
             return CrossLayer(*(each.expand(len(self.rows), *each.shape) for each in first))
@@ -171,7 +171,7 @@ class SourcedCache(TreeCache):
 
 
 class Decoder:
-    """An encoder–decoder model behind the call of a decoder-only one; and its encoder.
+    """Calls an encoder–decoder model as if it was a decoder-only one; and calls its encoder.
 
     Args:
         model: takes ``encoder_outputs``, ``decoder_input_ids`` and an ``EncoderDecoderCache``.
@@ -193,7 +193,7 @@ class Decoder:
 
     @torch.inference_mode()
     def encode(self, sources: Sequence[Source], held: Sequence[Encoded]) -> list[Encoded]:
-        """What the encoder makes of ``sources``, of equal ones once, and of those that are ``held`` not again.
+        """The encoder's output for ``sources``. It reads equal ones once, and those that are ``held`` not again.
 
         Raises:
             ConfigurationError: the encoder cannot read one; the message says why.
@@ -212,7 +212,7 @@ class Decoder:
         return [known[source] for source in sources]
 
     def _read(self, group: Sequence[Source]) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """``[n, S, d]`` states of sources of one shape, and which of each count."""
+        """``[n, S, d]`` states of sources of one shape, and for each which of them are not padding."""
         device, encoder = self.model.device, self.model.get_encoder()
         given = {name: together([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
         mask = given.get("attention_mask")
@@ -236,7 +236,7 @@ class Decoder:
     # -- the decoder ----------------------------------------------------------------------------------------------------
 
     def enter(self, cache: SourcedCache) -> None:
-        """The next pass is over the rows of the cache's window. What some of them lack is made before, by a pass of its own."""
+        """The next pass is over the rows of the cache's window. A separate pass first makes the keys that some of them lack."""
         assert cache.window is not None
         rows = cache.sources[cache.window.first : cache.window.last]
         fresh = list(dict.fromkeys(row for row in rows if not row.keys))
@@ -256,7 +256,7 @@ class Decoder:
         return self.model(decoder_input_ids=input_ids, **self._encoder_side(rows, input_ids), **arguments)
 
     def _make_keys(self, fresh: Sequence[Encoded]) -> None:
-        """Cross keys of sources, by a pass over one token each, which is thrown away."""
+        """Make the cross-attention keys of sources, in a pass over one token each, which is thrown away."""
         cross = CrossKeys()
         cross.enter(fresh)
         tokens = torch.zeros(len(fresh), 1, dtype=torch.long, device=self.model.device)
@@ -264,8 +264,8 @@ class Decoder:
         self.model(decoder_input_ids=tokens, use_cache=True, **both, **self._encoder_side(fresh, tokens))
 
     def _encoder_side(self, rows: Sequence[Encoded], tokens: Tensor) -> dict[str, Any]:
-        """What a pass over ``tokens`` ``[R, N]`` takes for the encoder's: its states, of which only the shape counts once there are keys;
-        and the mask of the sources' lengths."""
+        """What a pass over ``tokens`` ``[R, N]`` gets as the encoder's output: its states, of which only the shape matters once there are
+        keys; and the mask of the sources' lengths."""
         lengths = [len(row.states) for row in rows]
         longest, like = max(lengths), rows[0].states
         if rows[0].keys:
@@ -281,7 +281,7 @@ class Decoder:
         return {"encoder_outputs": (self._output or _plain_output())(**output), "attention_mask": mask}
 
     def _mask(self, lengths: Sequence[int], tokens: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[R, 1, N, S]`` which states each row sees."""
+        """``[R, 1, N, S]`` mask of the states that each row sees."""
         ends = torch.tensor(lengths, device=tokens.device)[:, None]
         mask = (torch.arange(max(lengths), device=tokens.device) < ends)[:, None, None].expand(-1, 1, tokens.shape[1], -1)
         if not self._additive:
@@ -289,9 +289,9 @@ class Decoder:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
     def positioned(self, positions: Tensor, keys: Tensor | None, width: int, *, drafted: bool) -> AbstractContextManager[object]:
-        """Inside, the decoder takes ``positions`` ``[R, N]`` of its nodes for those of their slots, of which there are ``width``, and
-        ``keys`` ``[R, width]`` for those of what the nodes see, None where slots are positions. Where the nodes are ``drafted``, an
-        expert's capacity counts each as if it was alone, which it is in plain decoding."""
+        """Inside, the decoder uses ``positions`` ``[R, N]`` of its nodes rather than their slots, of which there are ``width``, and
+        ``keys`` ``[R, width]`` as positions of what the nodes see; None if slots are positions. If the nodes are ``drafted``, experts have
+        no capacity limit, because in plain decoding each token is alone."""
         overrides, reach = ExitStack(), width if self.context is None else min(width, self.context)
         if drafted and self._routers:
             overrides.enter_context(uncounted(self._decoder))
@@ -304,18 +304,18 @@ class Decoder:
 
 
 def together(parts: Sequence[Tensor]) -> Tensor:
-    """``parts`` one behind the other; a lone one is not copied."""
+    """``parts`` concatenated; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def routers(model: torch.nn.Module) -> list[Any]:
-    """What sends tokens to experts that take no more than so many of a pass."""
+    """The routers of experts that take a limited number of tokens in a pass."""
     return [each for each in model.modules() if isinstance(getattr(each, "expert_capacity", None), int)]
 
 
 @contextmanager
 def uncounted(decoder: torch.nn.Module) -> Iterator[None]:
-    """Inside, no expert is full."""
+    """Inside, experts have no capacity limit."""
     found = routers(decoder)
     before = [router.expert_capacity for router in found]
     for router in found:
@@ -341,7 +341,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def encoder_arguments(model: Any) -> set[str]:
-    """What a call of ``generate`` may hold for the encoder, and for the decoder's prompt; nothing where the model has no encoder."""
+    """The arguments of ``generate`` for the encoder, and for the decoder's prompt; none if the model has no encoder."""
     if not model.config.is_encoder_decoder:
         return set()
     taken = set(inspect.signature(model.get_encoder().forward).parameters) - {"kwargs", "inputs_embeds"}
@@ -366,7 +366,7 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     """The sources of ``rows`` rows, from what transformers has prepared.
 
     Args:
-        inputs: the encoder's main input, of one row for each that ``num_return_sequences`` has made several of.
+        inputs: the encoder's main input, one row for all that ``num_return_sequences`` makes of it.
         given: ``attention_mask``, ``encoder_outputs`` and whatever else the encoder takes, of every row.
 
     Raises:
@@ -426,7 +426,7 @@ def start_of(model: Any) -> int | None:
 
 
 def beginning_of(model: Any) -> list[int]:
-    """What texts of ``model`` begin with: its start token, and the one that its generation config forces behind it.
+    """What texts of ``model`` begin with: its start token, and the one that its generation config forces after it.
 
     Raises:
         ConfigurationError: it has no start token.
@@ -438,7 +438,7 @@ def beginning_of(model: Any) -> list[int]:
 
 
 def with_encoder_of(model: Any, decoder: Any) -> Any:
-    """``decoder``, a Whisper without an encoder, behind the encoder of ``model``."""
+    """``decoder``, a Whisper without an encoder, with the encoder of ``model``."""
     from transformers import WhisperForConditionalGeneration
 
     config = copy.deepcopy(decoder.config)
@@ -475,7 +475,7 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
 
 @torch.inference_mode()
 def plain_arguments(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Of a pass of ``model`` over ``ids`` ``[1, n]``, which comes behind :func:`some_source` where there is an encoder."""
+    """Arguments of a pass of ``model`` over ``ids`` ``[1, n]``, with :func:`some_source` for its encoder, if it has one."""
     if not model.config.is_encoder_decoder:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     given = {name: each.to(model.device) for name, each in some_source(model, ids.shape[1]).inputs.items()}

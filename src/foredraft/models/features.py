@@ -1,11 +1,11 @@
 """Hidden states of the target, caught while it runs, for drafters that read them.
 
-They are numbered as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i what comes out of decoder layer i,
-and :data:`LAST` is what the LM head reads, behind the final norm (the number of the last layer says the same, as it does there).
+They are numbered as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i is the output of decoder layer i,
+and :data:`LAST` is what the LM head reads, after the final norm (the number of the last layer says the same, as it does there).
 
-Where in a model a hidden state comes by is found once, by a pass over a few tokens: a module whose output, or whose input, is the very
-tensor that transformers returns under that number. From then on a hook on that module keeps it, for the length of a pass and no longer.
-Models that are one call of a kernel (``kernel_pass.py``) write them out themselves.
+A pass over a few tokens finds once where each hidden state is in a model: the module whose output, or whose input, is the very
+tensor that transformers returns under that number. From then on, a hook on that module keeps it, during a pass only. Models that are one
+call of a kernel (``kernel_pass.py``) write them out themselves.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CAPTURING = "transformers.utils.output_capturing"  # where its hooks come from
 
 @dataclass(frozen=True)
 class Tap:
-    """Where a hidden state comes by: what ``module`` returns (``after``) or is called with, in its call number ``call`` of a pass."""
+    """Where a hidden state is found: what ``module`` returns (``after``) or is called with, in its call number ``call`` of a pass."""
 
     module: nn.Module
     after: bool
@@ -44,13 +44,13 @@ class Tap:
 
 
 class Features:
-    """The hidden states that passes hand out.
+    """The hidden states that passes return.
 
     Args:
         numbers: which, in the order in which they are concatenated.
         whole: at every token of a prompt, not at its last one only.
-        taps: where they come by.
-        device, dtype: of what is handed out.
+        taps: where they are found.
+        device, dtype: of what is returned.
     """
 
     def __init__(self, numbers: Sequence[int], *, whole: bool, taps: Sequence[Tap], device: torch.device, dtype: torch.dtype):
@@ -60,7 +60,7 @@ class Features:
 
     @contextmanager
     def catching(self) -> Iterator[Caught]:
-        """Inside, one pass of the model leaves its hidden states in what this gives."""
+        """Inside, one pass of the model leaves its hidden states in what this yields."""
         caught = Caught(self)
         handles = [
             tap.module.register_forward_hook(caught.keep_output)
@@ -75,8 +75,8 @@ class Features:
                 handle.remove()
 
     def read(self, model: PreTrainedModel, ids: Tensor, source: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[Tensor, Tensor]:
-        """``[B, S, F, d]`` at every token of ``ids`` ``[B, S]``, and the logits ``[B, S, V]``. Padding must be behind the texts, where no
-        token sees it. ``source`` are the arguments of the encoder, where there is one."""
+        """``[B, S, F, d]`` at every token of ``ids`` ``[B, S]``, and the logits ``[B, S, V]``. Padding must be at the end of texts, where
+        no token sees it. ``source`` are the arguments of the encoder, if there is one."""
         given: dict[str, Any] = {"input_ids": ids}
         if source:
             read: Any = model.get_encoder()(**source, return_dict=True)
@@ -187,7 +187,7 @@ def features_of_texts(model: PreTrainedModel, numbers: Sequence[int]) -> Feature
 
 @torch.inference_mode()
 def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
-    """Where each hidden state of ``model`` comes by in a pass over ``ids`` ``[1, n]``; None for one that does so nowhere.
+    """Where each hidden state of ``model`` is found in a pass over ``ids`` ``[1, n]``; None for one that no module has.
 
     Raises:
         UnsupportedModelError: the model returns no hidden states.
@@ -219,14 +219,14 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
         raise UnsupportedModelError(f"{describe(model)} returns no hidden states, which the drafter reads; use a drafter that reads none")
 
     last = [tensor for tensor, module, after, _ in seen if module is model.base_model and after]
-    if states[-1].ndim != 3 and last:  # streams of a model that joins them behind its last layer
+    if states[-1].ndim != 3 and last:  # streams, of a model that joins them after its last layer
         states = (*states[:-1], last[-1])
     read = [tensor for tensor, module, after, _ in seen if module is model.get_output_embeddings() and not after]
     if sourced and not torch.equal(states[-1], read[-1]):  # T5 scales it for a tied LM head
         states = (*states[:-1], read[-1])
 
     def outermost(state: Tensor) -> Tap | None:
-        """Inner modules may not be called where a layer is one of a kernel's, or compiled."""
+        """The outermost module: inner ones may not be called if a layer is a kernel, or compiled."""
         found = [(names[module].count("."), not after, module, call) for tensor, module, after, call in seen if tensor is state]
         if not found:
             return None

@@ -1,7 +1,7 @@
 """The decoder layers of a model as a list of which a part can be run.
 
-Layers that sit a pass out are replaced by modules that hand on what they are given. The list keeps its length, because several families
-count or index it, and the layers' own hooks see nothing of a pass that they take no part in.
+Layers that are not run in a pass are replaced by modules that return their input. The list keeps its length, because several families
+count or index it, and the layers' own hooks see nothing of a pass in which they are not run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def outputs_of(model: PreTrainedModel, modules: Iterable[nn.Module]) -> dict[nn.
 
 @dataclass(eq=False)
 class Passing:
-    """A pass of some layers under way: ``given`` goes into the first of them in place of what the model made, ``found`` came out of the
-    last one, where that is not the model's last."""
+    """A pass through some layers: ``given`` replaces the input of the first of them, ``found`` is the output of the last one, if that is
+    not the model's last."""
 
     given: Tensor | None = None
     found: Tensor | None = None
@@ -99,7 +99,7 @@ class LayerRanges:
 
     @contextmanager
     def only(self, begin: int, end: int, given: Tensor | None = None, aside: Collection[int] = ()) -> Iterator[Passing]:
-        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive) but for those ``aside``, on ``given`` if there are
+        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive) except those ``aside``, on ``given`` if there are
         layers below."""
         self._span, self._passing = (begin, end), Passing(given)
         modules, kept = self.layers._modules, dict(self.layers._modules)
@@ -111,14 +111,14 @@ class LayerRanges:
             self._passing.given = None
 
     def read_out(self, states: Tensor) -> Tensor:
-        """``[n, V]`` what the model makes of ``states`` ``[n, d]`` behind any layer: its final norm, LM head, scaling and caps."""
+        """``[n, V]`` logits from outputs ``states`` ``[n, d]`` of any layer, by the model's final norm, LM head, scaling and caps."""
         nothing = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
         with self.only(self.count, self.count, states[:, None]):
             logits: Tensor = self.model(input_ids=nothing, use_cache=False).logits
         return logits[:, 0]
 
     def stand_in(self, index: int, hidden: Tensor) -> Tensor:
-        """What layer ``index``, which sits this pass out, hands on."""
+        """What is returned in place of layer ``index``, which is not run in this pass."""
         begin, end = self._span
         if index == end:
             self._passing.found = hidden

@@ -29,7 +29,7 @@ CHAIN = 64  # longest chain whose mask is cut out of the band
 
 @dataclass(frozen=True, eq=False)
 class MaskInputs:
-    """Where queries and keys stand in one pass over ``tree``, with ``positions`` ``[R, nodes]`` of all its nodes.
+    """The positions of queries and keys in one pass over ``tree``, with ``positions`` ``[R, nodes]`` of all its nodes.
 
     Queries are the nodes from ``window.before`` on; keys are the prefix and every node so far.
     """
@@ -126,7 +126,7 @@ class MaskBuilder:
     def __call__(self, where: Any, cache: TreeCache) -> Any:
         """The mask for ``where``, which has the positions of a pass's ``queries`` ``[R, N]`` and what else ``builder`` reads."""
         known = isinstance(where, (MaskInputs, KnownMaskInputs))
-        if self.full and self._causal and known:  # a node sees nothing behind it that causality would hide
+        if self.full and self._causal and known:  # a node sees no later position, so causality hides nothing more
             mask = self._finish(where.visible[:, None])
             return {"full_attention": mask} if self._keyed else mask
         self.config.__dict__["foredraft_mask_inputs"] = where
@@ -138,7 +138,7 @@ class MaskBuilder:
         return self._finish(masks)
 
     def for_chain(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor] | None:
-        """The mask of a short chain behind prefixes of one length, cut out of a band made once; None where the model has to
+        """The mask of a short chain after prefixes of one length, cut out of a band made once; None if the model has to
         build its own (windows, long chains) or needs none (a single token, an empty cache)."""
         start, nodes = window.starts[0], window.nodes
         if not self.full or not 1 < nodes <= CHAIN or start == 0:

@@ -14,7 +14,7 @@ from foredraft.models.cache import Layer, Window
 from foredraft.models.cache_sizes import LEEWAY, in_words
 from foredraft.models.pages import PAGE, PagePool, WindowPool
 
-SLACK = 16  # this part of a kind's memory may be that of pages that no longer exist
+SLACK = 16  # one in so many pages of a kind's memory may be of pages that no longer exist
 GONE = -1  # in tables: a page that was given back
 
 
@@ -34,17 +34,17 @@ class Kind:
 
 
 class PageStore:
-    """The pages of one kind of layer: whose they are, and their tensors ``[pages, heads, PAGE, head size]`` per layer.
+    """The pages of one kind of layer: which rows hold them, and their tensors ``[pages, heads, PAGE, head size]`` per layer.
 
     Attributes:
         tables: the pages of each live row, in order; :data:`GONE` for those given back.
         opening: tables of rows that are about to be opened.
         layers: those of this kind that have tensors.
         made: pages that were ever used and hold numbers; the others are not even touched.
-        room: pages that tensors have room for; one more behind them takes what nobody reads.
-        clean: pages hold zeros when a row gets them, rather than what was written there for another.
-        reading: the pages that this pass is handed, and the first if they are neighbours of one row; None before it has asked.
-        table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; where there is no page, the one that nobody reads.
+        room: pages that tensors have room for; one more after them is written and never read.
+        clean: pages are filled with zeros before a row gets them, so that they hold nothing of another row.
+        reading: the pages that this pass reads, and the first one if they are consecutive pages of one row; None before it reads any.
+        table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; missing pages are the one that is never read.
     """
 
     def __init__(self, kind: Kind, pool: PagePool):
@@ -117,8 +117,8 @@ class PageStore:
             self.lines[row, : len(table)] = [self.room if page == GONE else page for page in table]
 
     def read(self, held: Tensor, window: Window) -> Tensor:
-        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if the pages belong to
-        one row and are neighbours."""
+        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if they are consecutive
+        pages of one row."""
         by_head = held.transpose(0, 1)  # contiguous
         if self.reading is None:
             pages = self.table[window.first : window.last, : pages_of(window.width)].long().flatten()
@@ -131,7 +131,7 @@ class PageStore:
         return by_head.index_select(1, pages).view(len(by_head), window.rows, -1, held.shape[3]).transpose(0, 1)[:, :, : window.width]
 
     def fit(self, ahead: int, blocks: int) -> bool:
-        """Tensors have room for every page that was taken, or for ``ahead`` where they grow, and hold zeros where nothing was written:
+        """Give tensors room for every page that was taken, or for ``ahead`` if they grow, and zeros where nothing was written:
         garbage could be NaN. Whether they have moved."""
         grows = self.pool.made > self.room or (not self.layers and ahead > self.room)
         if grows:
@@ -162,8 +162,8 @@ class PageStore:
         return many
 
     def allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:
-        """Give ``layer`` tensors for ``room`` pages and the one that nobody reads, keeping what it holds. The pages of one head lie behind
-        each other, so that neighbours can be read in one go."""
+        """Give ``layer`` tensors for ``room`` pages and the one that is never read, keeping what it holds. The pages of one head are
+        contiguous, so that consecutive pages can be read as a view."""
         stores = []
         for old, new in ((layer.keys, keys), (layer.values, values)):
             try:
@@ -190,14 +190,14 @@ class WindowStore(PageStore):
         super().__init__(kind, WindowPool(whole))
 
     def sees_from(self, length: int) -> int:
-        """The first page that a query behind ``length`` tokens sees."""
+        """The first page that a query after ``length`` tokens sees."""
         assert self.kind.window is not None
         return max(0, length - self.kind.window + 1) // PAGE
 
     def found(self, pages: Sequence[int], length: int, fresh: Callable[[int], bool]) -> int:
-        """The most of the first ``length`` tokens, on ``pages`` of the other store, behind which a text can go on: what its first query
-        sees is there, or will be because the page is ``fresh``."""
-        run, runs = 0, []  # how many pages in a row are there, up to each
+        """The most of the first ``length`` tokens, on ``pages`` of the other store, after which a text can continue: the pages that its
+        next query sees are there, or will be because the page is ``fresh``."""
+        run, runs = 0, []  # how many consecutive pages are there, up to each
         for page in pages[: pages_of(length)]:
             run = run + 1 if fresh(page) or self.pool.of(page) is not None else 0
             runs.append(run)
@@ -209,7 +209,7 @@ class WindowStore(PageStore):
         return 0
 
     def short_of_a_copy(self, length: int) -> bool:
-        """Whether there is no room for what a row that holds ``length`` tokens sees, and a copy of its last page."""
+        """Whether there is no room for the pages that a row of ``length`` tokens sees, and for a copy of its last page."""
         return self.pool.room is not None and self.pool.room < pages_of(length) - self.sees_from(length - LEEWAY) + 1
 
     def begun(self, pages: Sequence[int], length: int) -> list[int]:
@@ -253,7 +253,7 @@ class WindowStore(PageStore):
                 self.begins[row] = min(self.begins[row], index)
 
     def _of(self, owner: int) -> int:
-        """What belongs to page ``owner`` of the other store, held by one row more."""
+        """The page that belongs to page ``owner`` of the other store, now held by one more row."""
         page = self.pool.of(owner)
         if page is None:
             (page,) = self.pool.take(1)

@@ -1,7 +1,7 @@
 """A key-value cache in pages (Kwon et al. 2023): each row has a table of pages of :data:`PAGE` tokens, and rows share what they begin with.
 
 Layers that see a sliding window of the text have pages of their own, which a row gives back as the window moves on. Kernels read pages
-where they lie. A model that runs without them is handed its keys: as a view where one row alone has pages that are neighbours, otherwise
+in place. A model that runs without them gets keys and values from the cache: as a view if a single row has consecutive pages, otherwise
 as a copy, in each layer of each pass.
 """
 
@@ -28,13 +28,13 @@ class PagedCache(TreeCache):
 
     Args:
         kinds: of layers; one at most without a window.
-        handed: models are handed keys and values, those included that the mask hides, so no other row's numbers may be among them: a NaN
-            times no weight is NaN.
+        handed: models get keys and values from the cache, including those that the mask hides. None of these may be another row's,
+            because a NaN times a weight of zero is NaN.
 
     Attributes:
-        pool: who holds which page of the layers without a window. Where there are none, it counts pages that take no memory.
+        pool: who holds which page of the layers without a window. If there are none, it counts pages that take no memory.
         stores: the pages of each kind, those without a window first.
-        reader: who reads keys and values where they lie, for the length of a pass; None where the model is handed them.
+        reader: reads keys and values in place during a pass; None if the cache returns them to the model.
     """
 
     def __init__(self, kinds: Sequence[Kind], *, handed: bool = False) -> None:
@@ -99,7 +99,7 @@ class PagedCache(TreeCache):
             live: the texts of live rows.
             keys: of ``texts``; only rows with equal keys share.
             share: whether they may share at all.
-            unread: so many tokens of each stay to be computed.
+            unread: so many tokens of each must still be computed.
             most: tokens of each that it may share at most.
             at_once: they are computed before any row leaves. Otherwise nobody shares what is not computed yet.
 
@@ -116,7 +116,7 @@ class PagedCache(TreeCache):
         try:
             for text, key, limit in zip(texts, keys, most or map(len, texts)):
                 pages, length = self._longest(text, key, live, min(limit, len(text) - unread)) if share else ([], 0)
-                if length % PAGE and pages[-1] in fresh:  # what it shall hold is not computed yet
+                if length % PAGE and pages[-1] in fresh:  # its content is not computed yet
                     length -= length % PAGE
                 length = self._found(pages, length, fresh)
                 kept, partly = pages[: length // PAGE], pages[length // PAGE :][: length % PAGE]
@@ -129,7 +129,7 @@ class PagedCache(TreeCache):
                     self.pool.drop(kept[length // PAGE :])
                     del kept[length // PAGE :]
                     count = pages_of(len(text)) - len(kept)
-                table = [*kept, *partly]  # all that the row holds, should anything fail
+                table = [*kept, *partly]  # all that the row holds, if anything fails
                 whole.opening.append(table)
                 for store in self.windows:
                     store.begun(table, length)
@@ -198,7 +198,7 @@ class PagedCache(TreeCache):
             self._told[row] = known
 
     def leave(self, row: int, text: Sequence[int]) -> None:
-        """Row ``row`` is about to be dropped: keep its pages for texts that begin like ``text`` as long as nobody needs them."""
+        """Row ``row`` is about to be dropped: keep its pages for texts that begin like ``text`` until their memory is needed."""
         if self._filled[row] < self._told[row]:
             self.pool.prefixes.clear()  # the row was given up before its prompt was read
             return
@@ -206,14 +206,14 @@ class PagedCache(TreeCache):
         self.pool.prefixes.insert(self._keys[row], held, self.tables[row][: pages_of(len(held))])
 
     def share_no_more(self) -> None:
-        """What is held was computed with other weights than what comes."""
+        """The weights have changed: later texts share nothing that is held."""
         self.pool.prefixes.clear()
 
     # -- how much room there is -----------------------------------------------------------------------------------------
 
     def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
-        """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold. So many tokens
-        are ``written`` in one pass."""
+        """Pages of each kind that a row would take for ``text`` and ``nodes`` after it, beyond those that live rows hold, if ``written``
+        tokens are written in one pass."""
         pages, length = self.pool.prefixes.match(key, text, len(text) - 1)
         shared = sum(self.pool.rows(page) > 0 for page in pages[: self._found(pages, length, set()) // PAGE])
         first, *others = self.whole(len(text) + nodes, written)
@@ -224,7 +224,7 @@ class PagedCache(TreeCache):
         return [pages_kept(tokens, store.kind.window, min(written, tokens)) for store in self.stores]
 
     def known(self, text: Sequence[int], key: Hashable) -> int:
-        """Tokens of ``text`` that texts which are over have left in the cache, at its beginning; rows of ``key`` find them."""
+        """Tokens at the beginning of ``text`` that finished texts have left in the cache, for rows of ``key``."""
         return self._found(*self.pool.prefixes.match(key, text, len(text) - 1), set())
 
     def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
@@ -252,8 +252,8 @@ class PagedCache(TreeCache):
             store.pool.limit = None if memory is None or not size else memory // sum(self._sizes)
 
     def make_room(self, pages: Sequence[int]) -> bool:
-        """Whether rows can take so many more ``pages`` of each kind. If need be, the limits of the kinds become what rows hold then, in
-        proportion. Cached pages beyond these are given up, and their memory is returned when another kind takes it."""
+        """Whether rows can take so many more ``pages`` of each kind. If necessary, the limits of the kinds are set in proportion to what
+        rows then hold. Cached pages beyond these limits are evicted, and their memory is freed when another kind takes it."""
         if all(store.pool.room is None or more <= store.pool.room for store, more in zip(self.stores, pages)):
             return True
         wanted = [max(0, store.pool.held + more) for store, more in zip(self.stores, pages)]
@@ -266,12 +266,12 @@ class PagedCache(TreeCache):
         return True
 
     def cost(self, pages: Sequence[int]) -> int:
-        """Bytes of so many ``pages`` of each kind, and what a draft model takes beside them."""
+        """Bytes of so many ``pages`` of each kind, including what a draft model takes beside them."""
         return sum(count * size for count, size in zip(pages, self._sizes))
 
     @property
     def _sizes(self) -> list[int]:
-        """Bytes of a page of each kind, and what is beside it."""
+        """Bytes of a page of each kind, including what a draft model takes beside it."""
         return [store.kind.page_bytes + (self._beside if store is self.stores[0] else 0) for store in self.stores]
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
@@ -340,11 +340,11 @@ class PagedCache(TreeCache):
         self._fit()
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget what lies behind the first ``lengths[r]`` tokens of each row. A row whose windows have moved on by more than
+        """Forget the tokens after the first ``lengths[r]`` of each row. A row whose windows have moved on by more than
         :data:`LEEWAY` since then forgets all of it."""
         lost = [any(store.begins[row] > store.sees_from(length) for store in self.windows) for row, length in enumerate(lengths)]
         super().rewind([0 if gone else length for length, gone in zip(lengths, lost)])
-        self._filled = [max(pair) for pair in zip(self._filled, self.lengths)]  # a draft may be kept by going ahead
+        self._filled = [max(pair) for pair in zip(self._filled, self.lengths)]  # this may also go forward, to keep a draft
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         first = self._window.first
@@ -382,17 +382,17 @@ class PagedCache(TreeCache):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _own(self, row: int, start: int, end: int) -> None:
-        """Slots ``start`` to ``end`` of a row have pages, and what others read there is not written over."""
+        """Give slots ``start`` to ``end`` of a row pages, and copies of pages that others read."""
         store, table = self.stores[0], self.tables[row]
         if (missing := pages_of(end) - len(table)) > 0:
             store.extend(row, self.pool.take(missing))
-        over = pages_of(min(end, self._filled[row])) if start < self._filled[row] else 0  # behind it nobody has read anything
+        over = pages_of(min(end, self._filled[row])) if start < self._filled[row] else 0  # nobody has read anything after it
         for index in range(start // PAGE, over):
             if self.pool.counts[table[index]] > 1:
                 self._move(row, index)
 
     def _move(self, row: int, index: int) -> None:
-        """A row gets a page of its own, with what the one that it shares holds."""
+        """Give a row a copy of a page that it shares."""
         (mine,) = self.pool.take(1)
         former = [store.tables[row][index] if index < len(store.tables[row]) else GONE for store in self.stores]
         for window in self.windows:

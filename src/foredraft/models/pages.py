@@ -3,7 +3,7 @@
 A page has room for the keys and values of 64 tokens, in buffers that the cache owns. Rows hold the pages of their text, and several
 rows may hold the same page (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"). The
 pages of finished texts stay in a radix tree (Zheng et al. 2024, "SGLang: Efficient Execution of Structured Language Model Programs"),
-where later texts with the same beginning find them, until somebody needs the memory.
+where later texts with the same beginning find them, until the memory is needed.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class PagePool:
 
 class WindowPool(PagePool):
     """The pages of layers that see a window of the text only. Each belongs to a page of the layers that see all of it, and holds the same
-    tokens. Rows give their pages back as the window moves on. What belongs to pages in the tree is kept until somebody needs it.
+    tokens. Rows give their pages back as the window moves on. Those that belong to pages in the tree are kept until they are needed.
 
     Args:
         whole: the pool of the layers that see all of the text.
@@ -359,7 +359,7 @@ class PrefixTree:
 
         What the tree holds already stays as it is: it keeps its own page and does not add the given one, unless layers with a window have
         given up what belongs to its own. A last page that is only partly full gives way to one that begins with the same tokens and has
-        more. Once a page is in the tree, nobody may write over ``ids``.
+        more. Once a page is in the tree, the tokens ``ids`` on it must not be overwritten.
 
         Args:
             pages: the pages that hold the tokens ``ids``, in order; a row must hold those that are new to the tree.
@@ -389,7 +389,7 @@ class PrefixTree:
             self._touch(path)
 
     def _add(self, parent: Node, ids: tuple[int, ...], page: int) -> Node:
-        """A new node behind ``parent``."""
+        """A new child of ``parent``."""
         node = self._nodes[page] = Node(ids, page, parent)
         parent.children.insert(bisect_left(parent.children, ids, key=IDS), node)
         self._pool._keep(page)
@@ -440,13 +440,13 @@ class PrefixTree:
             elif self._can_go(node):
                 self._remove(node)
                 count -= 1
-        if count:  # a row holds pages behind all the others: it had pages of its own for their tokens when it was inserted
+        if count:  # the others have children that a row holds: it had pages of its own for their tokens when it was inserted
             cached = [node for node in self._nodes.values() if self._pool.counts[node.page] == 1]
             for node in sorted(cached, key=attrgetter("used"))[:count]:
                 self._prune(node)
 
     def _prune(self, node: Node) -> None:
-        """Removes a node and all behind it."""
+        """Removes a node and all its descendants."""
         found = [node]
         for each in found:
             found.extend(each.children)

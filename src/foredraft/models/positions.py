@@ -78,7 +78,7 @@ def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int
     """For one pass, have attention ``layers`` bias scores by the distance from ``positions`` ``[R, N]`` of nodes to those of ``keys``
     ``[R, W]``, all below ``reach``.
 
-    The layer's own function says what each distance is worth. Keys behind a node are hidden by the mask.
+    The layer's own function gives the bias of each distance. Keys after a node are hidden by the mask.
     """
     distances = (positions[:, :, None] - keys[:, None]).clamp(min=0)  # [R, N, W]
     with ExitStack() as undo:
@@ -96,9 +96,9 @@ def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int
 
 @contextmanager
 def embedded_from(table: nn.Module, positions: Tensor, reach: int) -> Iterator[None]:
-    """For one pass, have ``table`` embed ``positions`` ``[R, N]``, all below ``reach``, whatever it would count.
+    """For one pass, have ``table`` embed ``positions`` ``[R, N]``, all below ``reach``, rather than those that it would count.
 
-    It is asked what it makes of a plain text, and of padding where it does not count that.
+    It is called on a text without padding, and on padding if it does not count that, and its rows are picked by position.
     """
     original, padding, before = table.forward, getattr(table, "padding_idx", None), vars(table).get("forward")
 

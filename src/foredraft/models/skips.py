@@ -50,7 +50,7 @@ class SkipSet:
         """The set in words such as ``attention=1,3 mlp=2``.
 
         Raises:
-            ConfigurationError: these are none.
+            ConfigurationError: ``text`` is not of this form.
         """
         if not isinstance(text, str):
             raise ConfigurationError(f"a set of sublayers is a SkipSet, or words such as 'attention=1,3 mlp=2,4'; got {text!r}")
@@ -116,8 +116,8 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 class LeftOut(nn.Module):
-    """Stands in for a sublayer, and has its attributes. Of ``outputs`` values it returns the first as zeros and the others as None; to
-    a sublayer that adds the residual itself (BLOOM) the residual is what zeros are to others."""
+    """Stands in for a sublayer, and has its attributes. Of ``outputs`` values it returns the first as zeros and the others as None; for
+    a sublayer that adds the residual itself (BLOOM), it returns the residual rather than zeros."""
 
     def __init__(self, sublayer: nn.Module, outputs: int | None):
         super().__init__()
@@ -233,7 +233,7 @@ class Sublayers:
         return attention[0], others[0] if len(others) == 1 else None
 
     def _test(self) -> None:
-        """Without its sublayers, each layer must hand on what it is given."""
+        """Without its sublayers, each layer must return its input."""
         if not getattr(self.model.config.get_text_config(), "do_layer_norm_before", True):
             raise self._refusal("they norm what comes out of their sublayers, so that more than the residual would be left")
         if None in self.mlp:

@@ -156,7 +156,7 @@ def chains_only(model: PreTrainedModel) -> str | None:
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """What logits of two ways to compute the same may differ by, in parts of the largest."""
+    """How much logits from two ways to compute the same may differ, relative to the largest."""
     return TOLERANCE.get(model.dtype, 0.1)  # half precision and quantised weights round differently per shape
 
 

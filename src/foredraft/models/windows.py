@@ -39,7 +39,7 @@ def kinds_of(model: Any, layers: Sequence[Layer]) -> list[Kind]:
 
 
 def page_bytes(layer: Layer) -> int:
-    """Of a page of a layer whose keys and values are like those of ``layer``."""
+    """Bytes of a page of a layer whose keys and values are like those of ``layer``."""
     return sum(each.shape[1] * PAGE * each.shape[3] * each.itemsize for each in (layer.keys, layer.values))
 
 

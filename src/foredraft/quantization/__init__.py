@@ -1,7 +1,7 @@
 """Weights in eight or four bits, for models that are loaded by name (torchao, weight-only).
 
 In eight bits every weight of a linear layer becomes an integer from -128 to 127 times a scale of its output row; in four bits one from
--8 to 7 times a scale of its group of 32, 64 or 128 weights of a row. What is multiplied with it keeps its dtype. Embeddings and the output
+-8 to 7 times a scale of its group of 32, 64 or 128 weights of a row. Activations keep their dtype. Embeddings and the output
 head stay as they are: in many models they are one tensor, and the head has the last word on every token. That is what transformers'
 ``TorchAoConfig`` makes of a checkpoint with torchao's ``Int8WeightOnlyConfig()``, or with its
 ``IntxWeightOnlyConfig(torch.int4, PerGroup(32))``, weight for weight. Experts that a model keeps in tensors of three dimensions, which
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KINDS = ("int8", "int4", "int4-32", "int4-64", "int4-128")
-GROUP = 32  # weights that share a scale, where "int4" does not say
+GROUP = 32  # weights that share a scale, if "int4" does not say
 EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # weights of all experts of a mixture
 
 
 def check_quantization(kind: str | None, model: object) -> None:
-    """Refuse before any weights are read what cannot be done to ``model``, a name or a model.
+    """Refuse, before any weights are read, a quantization that is not possible for ``model``, a name or a model.
 
     Raises:
         ConfigurationError: an unknown kind, torchao is missing, or the model is not loaded here.
@@ -68,7 +68,7 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> None:
 
 
 def quantize_linear_layers(module: nn.Module, kind: str = "int8") -> None:
-    """All of ``module``, in place."""
+    """Quantise all linear layers and experts of ``module``, in place."""
     from torchao.quantization import quantize_
 
     check_groups(module, kind)
@@ -96,8 +96,8 @@ def quantized_experts(weight: Tensor, kind: str, transposed: bool) -> GroupedTen
 
 
 def experts_in(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The weights of experts in ``module`` that transformers computes in ways of its own (``experts_implementation``): the name of their
-    module, it, and the name of the weight in it."""
+    """The weights of experts in ``module`` that transformers computes in ways of its own (``experts_implementation``): the path of their
+    module, the module, and the name of the weight in it."""
     for path, experts in module.named_modules():
         for name in EXPERTS:
             weight = getattr(experts, name, None)
@@ -138,7 +138,7 @@ def check_groups(module: nn.Module, kind: str) -> None:
 
 
 def check_quantized(model: PreTrainedModel, source: str) -> None:
-    """Refuse a model that asking for quantisation changed nothing about.
+    """Refuse a model that quantization has not changed.
 
     Raises:
         ConfigurationError: a checkpoint that was quantised already, or a model without linear layers.

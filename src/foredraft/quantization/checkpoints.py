@@ -31,7 +31,7 @@ METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 NAME = "foredraft-groups"  # of this way to load, for transformers
 BLOCK = 32  # inputs of MXFP4 that share a scale
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps outputs 0, 1, .. of eight in a word
-PARTS = {  # what a layer has in the files: always, and sometimes
+PARTS = {  # the tensors of a layer in the files: required ones, and optional ones
     "awq": (("qweight", "qzeros", "scales"), ()),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "pack-quantized": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
@@ -84,8 +84,8 @@ class Stored:
 
     Attributes:
         form: of :data:`PARTS`.
-        group: inputs that share a scale; None where all of an output do, and of ``gguf``, whose layers say it.
-        first: what is added to zero points: GPTQ's first format has them less one.
+        group: inputs that share a scale; None if all of an output do, and for ``gguf``, whose tensors show it.
+        first: what is added to zero points: GPTQ's first format stores them minus one.
     """
 
     form: str
@@ -136,7 +136,7 @@ class Stored:
         return Stored(form, size)
 
     def weight(self, parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
-        """The weight ``[N, K]`` of a layer, of what the files have for it.
+        """The weight ``[N, K]`` of a layer, from its tensors in the files.
 
         Raises:
             ValueError: these contradict each other; the message says how.
@@ -165,7 +165,7 @@ class Stored:
         return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), stands, order, bits=bits, group=size, dtype=dtype)
 
     def experts(self, parts: Mapping[str, Tensor], plain: Any, transposed: bool) -> GroupedTensor:
-        """The weights of all experts, in place of the ``plain`` ones, of what the files have for them.
+        """The weights of all experts, in place of the ``plain`` ones, from their tensors in the files.
 
         Raises:
             ValueError: these contradict each other; the message says how.
@@ -200,7 +200,7 @@ class Stored:
         return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), bits=bits, group=group, dtype=dtype)
 
     def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
-        """Bits, and by output integers none of which is below 0, scales, and what stands for 0; the group of each input."""
+        """The bits; for each output the integers, none below 0, the scales and the zero points; and the group of each input."""
         if self.form == "awq":
             codes, zeros = (in_awq_order(fields(parts[name], 4)).T for name in ("qweight", "qzeros"))
             return 4, codes, parts["scales"].T, zeros, None
@@ -228,7 +228,7 @@ def bits_of(words: int, inputs: int) -> int:
 
 
 def fields(packed: Tensor, bits: int) -> Tensor:
-    """``[M, n * 32 / bits]`` uint8 the numbers in words ``[M, n]``, those in the lowest bits first."""
+    """Unpack words ``[M, n]`` into numbers ``[M, n * 32 / bits]`` uint8, those in the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed.contiguous()[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
@@ -238,7 +238,7 @@ def in_awq_order(rows: Tensor) -> Tensor:
 
 
 def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
-    """``[K]`` int32 the inputs group by group, for the group of each input; None where that is their own order.
+    """``[K]`` int32 the inputs sorted by group, from the group of each input; None if they are sorted already.
 
     Raises:
         ValueError: groups of other sizes.
@@ -252,11 +252,11 @@ def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
 
 
 class Layer(nn.Module):
-    """What the files have for one linear layer, while they are read."""
+    """The tensors of one linear layer in the files, while they are read."""
 
     def __init__(self, linear: nn.Linear, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]):
         super().__init__()
-        self.linear, self.names = [linear], list(parts)  # in a list: no child
+        self.linear, self.names = [linear], list(parts)  # in a list, so that it is no submodule
         for name, (dtype, shape) in parts.items():
             self.register_buffer(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
         if linear.bias is not None:
@@ -325,7 +325,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def _make_room_for_experts(self, model: nn.Module, there: Mapping[str, Any]) -> int:
-        """Buffers for what the files have for weights of experts, and of how many weights."""
+        """Register buffers for the tensors of experts in the files. Returns for how many weights."""
         found, (needed, possible) = 0, PARTS[self.quantization_config.form]
         for path, experts, name in list(experts_in(model)):
             parts = {part: there[f"{path}.{name}_{part}"] for part in (*needed, *possible) if f"{path}.{name}_{part}" in there}
@@ -340,7 +340,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         return found
 
     def _list_experts(self, model: nn.Module, there: Mapping[str, Any]) -> None:
-        """Linear layers inside of experts whose weights the files have one by one."""
+        """Add linear layers to experts whose weights are in the files one by one."""
         mark = PARTS[self.quantization_config.form][0][-1]
         for path, module in list(model.named_modules()):
             experts: Any = module
@@ -399,7 +399,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @staticmethod
     def _join(experts: Any) -> None:
-        """What :meth:`_list_experts` has listed becomes one weight again."""
+        """Join the layers that :meth:`_list_experts` has added into one weight again."""
         listed = [list(experts._modules.pop(str(number)).values()) for number in range(len(experts.down_proj))]
         for name, parts in SEVERAL.items():
             del vars(experts)[name]

@@ -1,8 +1,8 @@
 """GGUF files: linear layers and experts keep their integers, in groups; other tensors are widened to the model's dtype.
 
-Weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits, of which those
-of five bits take six here. llama.cpp rotates interleaved pairs of a head where transformers rotates its two halves: rows of queries and
-keys of its ``llama`` lie in another order.
+The weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits. Integers of
+five bits take six here. llama.cpp applies RoPE to adjacent numbers of a head, transformers to its two halves: rows
+of queries and keys of its ``llama`` are in another order.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ SANDWICH = {
 }
 OWN = {"gemma2": SANDWICH, "gemma3": SANDWICH, "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}}  # names
 FACTORS = {"rope_freqs.weight": "", "rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
-EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # one weight in transformers, of these in a file
+EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # a weight in transformers, and its parts in a file
 
 
 def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
-    """Of rows of blocks ``[N, bytes]`` of a ``kind`` in :data:`KINDS` what :class:`~foredraft.quantization.grouped.GroupedTensor` is made
-    of; ``zeros`` is ``[1]`` where one number stands for 0 everywhere."""
+    """The tensors of a :class:`~foredraft.quantization.grouped.GroupedTensor`, from rows of blocks ``[N, bytes]`` of a ``kind`` in
+    :data:`KINDS`; ``zeros`` is ``[1]`` if all groups have one zero point."""
     blocks = data.view(len(data), -1, KINDS[kind])
 
     def halves(begin: int) -> Tensor:
         return blocks[:, :, begin : begin + 2].contiguous().view(torch.float16).flatten(1)
 
     def pieces(begin: int, end: int, bits: int, width: int) -> Tensor:
-        """Integers of so many bits: ``width`` bytes have the lowest bits of as many weights, then the next bits of as many, and so on."""
+        """Integers of ``bits`` bits: the lowest bits of ``width`` bytes are as many weights, the next bits the next weights, and so on."""
         found = blocks[:, :, begin:end].reshape(*blocks.shape[:2], -1, 1, width)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
         return (found >> shifts & ((1 << bits) - 1)).flatten(1)
@@ -96,12 +96,12 @@ def kinds_of_256(kind: str, blocks: Tensor, halves: Any, pieces: Any) -> dict[st
 
 
 def rows_of(heads: int, rows: int) -> Tensor:
-    """Where each row of queries or keys of ``heads`` heads lies in a file of llama.cpp's ``llama``."""
+    """The place of each row of queries or keys of ``heads`` heads in a file of llama.cpp's ``llama``."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def name_of(tensor: str, architecture: str) -> str | None:
-    """That of ``tensor`` in transformers; None if it has none."""
+    """The name of ``tensor`` in transformers; None if it has none."""
     found, names = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", tensor), NAMES | OWN.get(architecture, {})
     if found is None or found[2] not in names:
         return None
@@ -130,7 +130,7 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
     ``config`` gets the size of a head.
 
     Raises:
-        ConfigurationError: the file has what is not read.
+        ConfigurationError: the file has something that is not supported.
     """
     import gguf
 
@@ -216,7 +216,7 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
 
 
 def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, Tensor]:
-    """The experts of layer ``number``. Those of a kind that is not kept, and gates of another kind than what they are for, are widened.
+    """The experts of layer ``number``. Those of a kind that is not kept, and a gate and `up` of different kinds, are widened.
 
     Raises:
         ConfigurationError: the file lacks some.
@@ -241,10 +241,10 @@ def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, T
 
 
 def rotary(given: Tensor, config: Any, path: Path) -> dict[str, Any]:
-    """What makes transformers divide its frequencies by those ``given``, as Llama 3.1 and its successors have them.
+    """The RoPE parameters by which transformers divides its frequencies by ``given``, as Llama 3.1 and its successors do.
 
     Raises:
-        ConfigurationError: others do.
+        ConfigurationError: ``given`` scales them in another way.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,10 +1,10 @@
-"""Weights of four, six or eight bits with a scale, and a zero point, for each output and group of inputs.
+"""Group-quantized weights of 4, 6 or 8 bits, with a scale and a zero point for each output and group of inputs.
 
-Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
-``q * scale - zero * mins``. Of floats of four bits (e2m1) q is twice the float. Scales may be integers of eight bits themselves, times a
-number that some groups share. :meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with
-it. It stands for a weight in a plain linear layer, where torch's own products widen it as a whole, or for those of all experts of a
-mixture, of which torch's widen one after the other.
+Whatever the layout of a checkpoint, here they have one form: integers q, and weights ``(q - zero) * scale`` or
+``q * scale - zero * mins``. For floats of 4 bits (e2m1), q is twice the float. Scales may be int8, times a factor that several groups
+share. :meth:`GroupedTensor.dequantize` is the reference with which the results of kernels are compared. A tensor stands for the weight of a
+plain linear layer, which torch's own products widen as a whole, or for the weights of all experts of a mixture, which torch widens one
+expert after the other.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class GroupedTensor(Tensor):
     Attributes:
         qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits; of six bits as :func:`bytes_from` has them.
         scale: ``[N, G]`` float16, bfloat16 or float32; or int8, and then ``over`` holds what they are multiplied by.
-        zeros: ``[N, G]`` uint8 what stands for 0; None where ``zero`` does everywhere.
-        over: ``[N, G / nested]`` float16; None where scales are what they are.
-        mins: ``[N, G / nested]`` float16 what ``zeros`` are multiplied by in place of the scale; None where they are not.
-        order: ``[K]`` int32 which input each column of ``qdata`` is for; None where they are in order.
+        zeros: ``[N, G]`` uint8 zero points; None if all are ``zero``.
+        over: ``[N, G / nested]`` float16 factors of the scales; None for none.
+        mins: ``[N, G / nested]`` float16 factors of ``zeros`` in place of the scale; None for none.
+        order: ``[K]`` int32 the input of each column of ``qdata``; None if they are in order.
         bits: of a weight, 4, 6 or 8.
         group: columns that share a scale; the last group may be shorter.
-        nested: groups that share a number of ``over`` and of ``mins``.
-        floats: the integers of ``qdata`` are places in :data:`TWICE_E2M1`, where q is; nothing else stands for 0 then.
-        transposed: the last two dimensions of the weight are the other way round.
+        nested: groups that share a factor in ``over`` and in ``mins``.
+        floats: ``qdata`` has indices into :data:`TWICE_E2M1`, whose entries are q; there are no zero points then.
+        transposed: the last two dimensions of the weight are swapped.
         inputs: K.
     """
 
@@ -105,7 +105,7 @@ class GroupedTensor(Tensor):
         return self.mapped(lambda each: each[number])
 
     def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, transposed: bool | None = None) -> GroupedTensor:
-        """With ``change`` made to each tensor that it is made of; ``dtype`` is that of the weights."""
+        """A copy with ``change`` applied to each of its tensors; ``dtype`` is that of the weights."""
         zeros = self.zero if self.zeros is None else change(self.zeros)
         others = (None if each is None else change(each) for each in (self.order, self.over, self.mins))
         how: dict[str, Any] = {"bits": self.bits, "group": self.group, "dtype": dtype or self.dtype}
@@ -191,7 +191,7 @@ PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
 
 
 def codes_from(packed: Tensor, bits: int) -> Tensor:
-    """``[..., K]`` uint8 integers, one each, of ``[..., K * bits / 8]``."""
+    """Unpack ``[..., K * bits / 8]`` into integers ``[..., K]`` uint8."""
     if bits == 6:
         blocks = packed.unflatten(-1, (-1, 12))
         upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., SIXTEEN]
@@ -200,8 +200,8 @@ def codes_from(packed: Tensor, bits: int) -> Tensor:
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
-    """The opposite. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their upper two, in the order
-    of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
+    """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their upper two, in the
+    order of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
     if bits == 6:
         blocks = codes.unflatten(-1, (-1, 16))
         upper = ((blocks >> 4)[..., SIXTEEN].unflatten(-1, (4, 4)) << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)

@@ -23,8 +23,8 @@ from foredraft.tree import TokenTree
 
 @dataclass(eq=False)
 class Early:
-    """Nodes of a tree that the layers below ``exit`` have read: ``states[exit]`` ``[R, n, d]`` is what came out of these, and the others
-    are what came out of layers on the way that are kept."""
+    """Nodes of a tree that have been through the layers below ``exit``: ``states[exit]`` ``[R, n, d]`` is the output of these layers, and
+    the other entries are outputs of lower layers that are kept."""
 
     exit: int
     states: dict[int, Tensor]
@@ -84,17 +84,17 @@ class Passes:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The hidden states that passes hand out, in their order; the number of the last layer is given as ``LAST``."""
+        """The hidden states that passes return, in order; the number of the last layer is given as ``LAST``."""
         return () if self.backend.features is None else self.backend.features.numbers
 
     def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
-        """``[R, N - first, V]`` logits at the nodes of ``tree`` from ``first`` on, behind each row's prefix. Advances nothing.
+        """``[R, N - first, V]`` logits at the nodes of ``tree`` from ``first`` on, after each row's prefix. Advances nothing.
 
         A tree may be scored in several passes, level by level as it grows: the nodes before ``first`` were written by
         earlier passes over the same tree, in the same order, since the last ``commit``.
 
-        A token outside the vocabulary is scored as one inside: whoever made the tree has to be told, but not by a crash
-        that takes a GPU with it.
+        A token outside the vocabulary is scored as one inside, because it would otherwise crash the GPU. Callers that make trees have
+        to report it themselves.
 
         Raises:
             ValueError: more nodes than the context holds, or no node to score.
@@ -119,21 +119,21 @@ class Passes:
         return self._forward(self._pass(tree, first))
 
     def keep(self, layers: Sequence[int]) -> None:
-        """From the next tree on, :meth:`score` leaves in :attr:`kept` what comes out of these decoder layers, ascending and counted from 1;
-        of no ``layers``, nothing. A pass is made in as many parts, so this costs a little time."""
+        """From the next tree on, :meth:`score` leaves the outputs of these decoder layers, ascending and counted from 1, in :attr:`kept`;
+        no ``layers`` end that. A pass is then made in several parts, which costs a little time."""
         self._keeping = tuple(layers)
 
     def read_out(self, states: Tensor) -> Tensor:
-        """``[n, V]`` what the model's final norm and LM head make of ``states`` ``[n, d]`` behind any layers."""
+        """``[n, V]`` logits from the outputs ``states`` ``[n, d]`` of any layer, by the model's final norm and LM head."""
         return self._ranges.read_out(states)
 
     def score_early(
         self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """``[R, N - first, V]`` what ``head``, or the model's final norm and LM head, make of the states ``[R, N - first, d]`` behind
-        layer ``exit``, at the nodes from ``first`` on; or, of a pass that leaves a set of sublayers out, the logits, or what ``head`` makes
-        of the states behind the final norm. The next :meth:`score` of a tree that begins with these nodes reads them in the layers from
-        ``exit``, or the first of the set, on only.
+        """``[R, N - first, V]`` logits of an early exit at the nodes from ``first`` on: ``head``, or the model's final norm and LM head,
+        applied to the outputs ``[R, N - first, d]`` of the layers below ``exit``. If ``exit`` is a set of sublayers, the pass leaves these
+        out, and ``head`` is applied after the final norm. The next :meth:`score` of a tree that begins with these nodes runs them only
+        through the layers from ``exit``, or from the first layer of the set, on.
 
         Nodes before ``first`` were read by earlier calls with the same ``exit``, in the same order, since the last ``commit``.
         """
@@ -147,7 +147,7 @@ class Passes:
         return output.logits if head is None else head(states[last] if skip is None else output.logits)
 
     def rearrange_early(self, order: Tensor) -> None:
-        """The tree that comes begins with nodes ``order`` ``[R, n]`` of those that lower layers have read."""
+        """The next tree begins with the nodes ``order`` ``[R, n]`` of those that lower layers have read."""
         assert self._early is not None, "score_early comes first"
         self.cache.commit(order, [order.shape[1]] * len(order))
         self.cache.rewind([length - order.shape[1] for length in self.lengths])
@@ -168,8 +168,8 @@ class Passes:
         return output.logits
 
     def _run(self, tree: TokenTree, first: int, part: Part) -> tuple[PassOutput, dict[int, Tensor]]:
-        """``part`` of a pass over the nodes from ``first`` on; and what came out of its last layer, unless that is the model's last, and
-        of those before it that are kept."""
+        """``part`` of a pass over the nodes from ``first`` on; and the outputs of its last layer, unless that is the model's last, and
+        of the layers before it that are kept."""
         found: dict[int, Tensor] = {}
         between = [] if part.skip is not None else [layer for layer in self._keeping if part.begin < layer < part.end]
         for layer in [*between, part.end]:
@@ -251,5 +251,5 @@ class Passes:
 
 
 def _joined(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """The states behind each layer at some nodes, and at those that come after them."""
+    """The outputs of each layer at some nodes, and at those that come after them."""
     return {layer: torch.cat([states, after[layer]], 1) for layer, states in before.items()}

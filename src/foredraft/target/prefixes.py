@@ -10,7 +10,7 @@ from foredraft.backends.states import shared_beginning
 from foredraft.models.paged_cache import PagedCache
 
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
-KEEPING = PagedCache, RollbackCache  # caches that keep what texts which are over have left, and find it themselves
+KEEPING = PagedCache, RollbackCache  # caches that keep what finished texts have left, and find it themselves
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
 
 
@@ -27,7 +27,7 @@ def shared_beginnings(
     Args:
         keys: of ``texts``.
         held: rows, their keys, their ids, and how many of these their cache holds.
-        unread: so many tokens of each text stay to be computed.
+        unread: so many tokens of each text must still be computed.
         most: tokens of each text that it may share at most.
     """
     alike: dict[Hashable, list[tuple[int, Sequence[int], int]]] = {}
@@ -44,27 +44,27 @@ def shared_beginnings(
 
 
 class Companion(Protocol):
-    """Keeps something of its own for the tokens of a target's rows, made from their hidden states. So it must be told those of every token
+    """Keeps data of its own for the tokens of a target's rows, made from their hidden states. So it needs the hidden states of every token
     that it does not hold already. Only :meth:`open` changes anything."""
 
     def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
-        """The target is about to open rows, as in :meth:`~foredraft.target.Target.open`. For each the tokens at its beginning whose hidden
-        states need not be computed again."""
+        """The target is about to open rows, as in :meth:`~foredraft.target.Target.open`. For each row, how many tokens at its beginning
+        have hidden states that need not be computed again."""
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
-        """As :meth:`~foredraft.target.Target.needed`, as far as it is up to what this holds."""
+        """As :meth:`~foredraft.target.Target.needed`, by what this holds."""
 
     def known(self, text: Sequence[int], isolation: str | None) -> int:
-        """Tokens of ``text``, at its beginning, that it holds of texts which are over."""
+        """Tokens at the beginning of ``text`` that it holds from finished texts."""
 
 
 class Texts:
     """The texts of a cache's rows, by which rows that begin alike find each other. Where the cache has no pages, a row that was dropped
-    stays behind the live ones, where it can be copied from until another takes its place.
+    stays after the live ones, where it can be copied from until another takes its place.
 
     Args:
-        ahead: what the cache holds of a token was made with so many tokens behind it in sight. So the first slot of a row stands for its
-            token number ``ahead``, and what rows share ends as many tokens before their texts differ.
+        ahead: what a slot holds of its token also depends on so many tokens after it, as in EAGLE. So the first slot of a row stands
+            for its token number ``ahead``, and what rows share ends as many tokens before their texts differ.
 
     Attributes:
         live: of live rows, in their order; lists that their owners extend.
@@ -87,8 +87,8 @@ class Texts:
         most: Sequence[int] | None = None,
         at_once: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """How many slots of each of ``texts``, whose rows are about to be appended to ``cache``, are filled already, at most ``most``, and
-        all but ``unread``; and in front of that the rows that they are to be copied from, or nothing where they need not be."""
+        """For ``texts``, whose rows are about to be appended to ``cache``: the rows to copy from, none if nothing must be copied; and how
+        many slots of each are filled already, at most ``most``, and all but ``unread``."""
         own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, isolations)]
         if isinstance(cache, KEEPING):
             live = [self._own(text) for text in self.live]
@@ -129,7 +129,7 @@ class Texts:
         cache.wipe(rows)
 
     def share_no_more(self, cache: Any) -> None:
-        """What ``cache`` holds was computed with other weights than what comes."""
+        """The weights have changed: later texts share nothing that ``cache`` holds."""
         self.live, self._dropped = [[] for _ in self.live], {}
         if isinstance(cache, KEEPING):
             cache.share_no_more()
@@ -139,11 +139,11 @@ class Texts:
         self.live, self._isolations, self._dropped = [], [], {}
 
     def needed(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
-        """Pages of each kind for ``text`` and ``nodes`` behind it, beside those that live rows hold; see :meth:`PagedCache.needed`."""
+        """Pages of each kind for ``text`` and ``nodes`` after it, beyond those that live rows hold; see :meth:`PagedCache.needed`."""
         return cache.needed(self._own(text), self._key(text, isolation), nodes + self.ahead, written)
 
     def known(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None) -> int:
-        """Slots that texts which are over have left filled for ``text``."""
+        """Slots for ``text`` that finished texts have left filled."""
         return cache.known(self._own(text), self._key(text, isolation))
 
     def _own(self, text: Sequence[int]) -> Sequence[int]:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
-SCORED = 1 << 24  # logits of a prompt that is scored, in one pass
-SOURCE = 64  # tokens of a source that a model is timed behind
+SCORED = 1 << 24  # most logits of a scored prompt in one pass
+SOURCE = 64  # tokens of the source with which a model is timed
 AUTO = 0.8  # of the memory that is free; the rest is for what passes compute
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 
@@ -78,16 +78,16 @@ class Target(Passes):
     Attributes:
         context: most tokens that a row may hold; None if the model sets no limit.
         trained: tokens that the model was made for; None if it does not say.
-        outgrown: a session has warned that a row goes on beyond that.
+        outgrown: a session has warned that a row is longer than that.
         backend: what makes the passes.
-        kept: by layer, ``[R, N, d]`` what came out of it at the nodes of the last tree that was scored, see :meth:`keep`.
+        kept: by layer, ``[R, N, d]`` its outputs at the nodes of the last tree that was scored, see :meth:`keep`.
         tokenizer: of the model, where the user has given one.
         sourced: the model has an encoder, so that every row has a source.
-        layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
+        layer_tokens: per decoder layer, the tokens that it has read in all passes so far, filler of ragged rows included.
         version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
         hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
-            model's dtype, on :attr:`device`; None if there are none. Filler of a chain may have any. A tensor of the caller's own.
+            model's dtype, on :attr:`device`; None if there are none. Values at filler of a chain are arbitrary. The caller owns it.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
@@ -118,16 +118,16 @@ class Target(Passes):
         self._texts = Texts()
         self._companion: Companion | None = None  # must be told of every token that it does not hold
         self.version = 0
-        self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
-        self._reused_prefix = reuse_prefix  # before somebody read whole texts
+        self._taps: list[Tap | None] = []  # where hidden states can be caught, once that was asked
+        self._reused_prefix = reuse_prefix  # as it was before a drafter asked for states of whole texts
         self._state = ModelState.of(self.model)
-        self._invariance: tuple[Any, str | None] = (None, None)  # of which backend, and why it has none
+        self._invariance: tuple[Any, str | None] = (None, None)  # the backend that was tested, and why it has none
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
         with Turn([], [self.model], wait=wait):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
-        self._beside: Callable[[], int] = lambda: 0  # bytes that are kept beside a page
+        self._beside: Callable[[], int] = lambda: 0  # bytes that a drafter keeps for each page
         try:
             self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory)
             self._limit()
@@ -171,17 +171,17 @@ class Target(Passes):
         self.backend.close()
         self._dtype, self.context, self.trained, self._taps = self.model.dtype, facts.context, facts.trained, []
         layers = layer_count(self.model)
-        self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # who counts on from before must not lose any
+        self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # callers take differences of these counts
         self.backend = choose(facts, **self._how)
         self._limit()
         if before is not None:
-            self.reuse_prefix = self._reused_prefix  # until somebody reads whole texts again
+            self.reuse_prefix = self._reused_prefix  # until states of whole texts are asked for again
             self.read(before.numbers, whole=before.whole, companion=self._companion)
 
     @property
     def batch_invariant(self) -> bool:
         """Whether logits have the same bits whatever else is in a pass: other rows, a tree or chain of drafts, more or less of the prompt.
-        Then a text depends on nothing else either, where the rule is ``match``. Made sure of by a few passes when it is asked for first;
+        With the rule ``match``, a text then depends on nothing else either. A few passes test this when it is asked for first;
         ``reasons["batch_invariant"]`` says why not."""
         if self._invariance[0] is not self.backend:
             self._invariance = self.backend, invariance_test(self.backend)
@@ -226,14 +226,14 @@ class Target(Passes):
         unread: int = 1,
         at_once: bool = True,
     ) -> None:
-        """Append a row for each text. What the cache holds of its beginning, from rows that are live or over, is not computed again.
+        """Append a row for each text. What the cache holds of its beginning, from live or finished rows, is not computed again.
 
         Args:
             texts: the prompts; a list that its owner extends as tokens are committed.
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
             sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
             isolations: rows that differ in these share nothing; None for all unless given.
-            unread: so many tokens of each text stay to be computed, because what they give is wanted.
+            unread: so many tokens of each text must be computed in any case, because their outputs are wanted.
             at_once: the texts are read before anything else happens to their rows. Otherwise they do not share with each other.
 
         Raises:
@@ -253,26 +253,26 @@ class Target(Passes):
 
     @property
     def _counted(self) -> PagedCache | RollbackCache | None:
-        """The cache, where it counts what rows take: in pages, or in bytes where it keeps states."""
+        """The cache, if it counts the memory of rows: in pages, or in bytes if it keeps states."""
         return self.cache if isinstance(self.cache, KEEPING) else None
 
     @property
     def pools(self) -> Sequence[PagePool | RowMemory]:
-        """Who holds which page of each kind of layer, or how many bytes; none where the cache does not count them."""
+        """The pools of pages of each kind of layer, or of bytes; none if the cache does not count memory."""
         return [] if self._counted is None else self._counted.pools
 
     @property
     def page_bytes(self) -> list[int]:
-        """Of a page of each kind of layer, 1 where bytes are counted; none where the cache does not count."""
+        """Bytes of a page of each kind of layer, 1 if bytes are counted; none if the cache does not count memory."""
         return [] if self._counted is None else self._counted.unit_bytes
 
     @property
     def budget(self) -> int | None:
-        """Bytes that the cache may take, and what a drafter keeps beside it; None where there is no limit."""
+        """Bytes that the cache may take, including what a drafter keeps beside it; None for no limit."""
         return self._cache_memory[1]
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
-        """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
+        """Pages of each kind that a row would take for ``text`` and ``nodes`` after it, beyond those that live rows hold."""
         if self._counted is None:
             return []
         if not self.reuse_prefix:
@@ -296,14 +296,14 @@ class Target(Passes):
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Pages may be made beyond their limit meanwhile."""
+        """Inside, pages may be made beyond their limit."""
         with ExitStack() as every:
             for pool in self.pools:
                 every.enter_context(pool.unlimited())
             yield
 
     def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
-        """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
+        """Tokens of ``text`` that its row would have to read; None if the cache would not find a part of it that was read before."""
         if self._counted is None or not self.reuse_prefix or (self._companion is not None and not isinstance(self.cache, PagedCache)):
             return None
         known = self._texts.known(self._counted, text, isolation)
@@ -328,7 +328,7 @@ class Target(Passes):
         self._texts.wipe(self.cache, rows)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget every token behind the first ``lengths[r]`` of each row."""
+        """Forget every token after the first ``lengths[r]`` of each row."""
         self.cache.rewind(lengths)
 
     def reset(self) -> None:
@@ -350,7 +350,7 @@ class Target(Passes):
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """The model holds its own weights meanwhile, in whatever layout passes read them."""
+        """Inside, the model holds its own weights, whatever layout passes read."""
         overrides = self.backend.overrides
         with torch.inference_mode(False), torch.no_grad():
             if overrides is not None:
@@ -382,21 +382,21 @@ class Target(Passes):
     # -- hidden states ------------------------------------------------------------------------------------------------
 
     def read(self, features: Sequence[int], *, whole: bool = False, companion: Companion | None = None) -> None:
-        """Have passes hand out hidden states from now on; of no ``features``, none, which costs nothing. Replaces what was asked before.
+        """Have passes return hidden states from now on; with no ``features`` they return none, at no cost. Replaces earlier requests.
 
         :attr:`hidden` are those of the nodes of a pass, :attr:`prompt_hidden` those of prompts: ``[1, F * d]`` per row at its last token.
 
         Args:
             features: numbers as in transformers' ``output_hidden_states``, :data:`~foredraft.models.features.LAST` for what the LM head
                 reads; they are concatenated in this order.
-            whole: hand out those of prompts at every token that is computed, ``[n, F * d]`` per row. Of a beginning that is shared with
-                another row none are known. So **no beginning is reused**, and n is the length of the prompt, unless there is a
-                ``companion``. ``reuse_prefix`` is what it was once nobody reads whole texts.
-            companion: who reads them. Of every beginning that is reused it holds what it has made of the hidden states.
+            whole: return those of prompts at every token that is computed, ``[n, F * d]`` per row. They are not known for a beginning that
+                is shared with another row. So **no beginning is reused**, and n is the length of the prompt, unless there is a
+                ``companion``. A later call without ``whole`` restores ``reuse_prefix``.
+            companion: reads them, and keeps what it made from the hidden states of every beginning that is reused.
 
         Raises:
-            ConfigurationError: a number that there is no hidden state for.
-            UnsupportedModelError: a hidden state that cannot be handed out.
+            ConfigurationError: a number without a hidden state.
+            UnsupportedModelError: a hidden state that cannot be returned.
         """
         found: Features | None = None
         if features:

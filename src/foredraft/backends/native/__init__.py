@@ -1,9 +1,9 @@
 """Kernels of our own for CPUs with AVX-512, AVX2 or NEON, compiled on the machine that runs them.
 
 ``layer.c`` is compiled once per dtype with the C compiler at hand, in a few seconds, for the instructions that the machine has
-(``vectors.h``). The result is kept in the cache folder together with its hash; where that folder cannot be used, every process compiles
-anew. Where there is no compiler, or an x86-64 without AVX2, :func:`library` says so and other layouts are used. The kernels have threads of
-their own, as many as torch is told to use, which do not wait for each other on a busy machine (``crew.h``).
+(``vectors.h``). The result is kept in the cache folder together with its hash; if that folder cannot be used, every process compiles
+anew. If there is no compiler, or the CPU is an x86-64 without AVX2, :func:`library` says so and other layouts are used. The kernels have
+their own threads, as many as torch uses. On a busy machine these do not wait for preempted ones (``crew.h``).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ SOURCES = (
     *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "tiles.h", "experts.h", "latent.h")),
 )
 FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
-ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # of each kind of machine: compile for all that the CPU has
+ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # by machine: compile for all instructions that the CPU has
 NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
-INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
+INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # values of FOREDRAFT_INSTRUCTIONS, and their flags for the compiler
     "x86_64": {"amx": ("-DTILES",), "avx512": (), "avx2": ("-mno-avx512f",)},
     "aarch64": {"bf16": (), "neon": ("-march=armv8-a",)},
 }
-ASKED = {"amx": "amx_bf16", "avx512": "avx512f", "bf16": "bf16"}  # what a CPU needs for these, as Linux calls it
+ASKED = {"amx": "amx_bf16", "avx512": "avx512f", "bf16": "bf16"}  # the CPU flags that these need, as Linux names them
 CPUS = Path("/proc/cpuinfo")
 LIMIT = 300  # seconds for the compiler, on a busy machine
-DIGEST = 32  # bytes of the hash behind the kernels in a file
+DIGEST = 32  # bytes of the hash at the end of a file of kernels
 LOADING = threading.Lock()
 KEYS, QUERIES, KEY_SEGMENT, PIECES = 64, 24, 1024, 4  # of ``layer.c``
-LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux with small pages of 4 KB; no harm is done where there are others
+LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # huge pages of Linux; harmless where their size is another
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
 
@@ -72,7 +72,7 @@ class Norm(ctypes.Structure):
 
     @staticmethod
     def of(weight: Tensor | None, bias: Tensor | None = None, kind: int = 0) -> Norm:
-        """That of parameters that somebody else holds; none without weights."""
+        """From parameters, which the caller keeps alive; no norm without a weight."""
         return Norm(*(None if each is None else each.data_ptr() for each in (weight, bias)), kind)
 
 
@@ -114,7 +114,7 @@ class Pass(ctypes.Structure):
         + [("segments_room", ctypes.c_int64)]
     )
     sums: Any = None  # what `segments` points to
-    beside: Any = None  # what somebody points to with them
+    beside: Any = None  # keeps alive what the pointers refer to
 
 
 class Experts(ctypes.Structure):
@@ -130,7 +130,7 @@ class Experts(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("groups", "open", "by_best", "unsorted")]
         + [(name, ctypes.c_double) for name in ("least", "factor")]
     )
-    beside: Any = None  # what somebody points to with them
+    beside: Any = None  # keeps alive what the pointers refer to
 
 
 class Latent(ctypes.Structure):
@@ -215,10 +215,10 @@ class Medusa(ctypes.Structure):
 
 
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The kernels for ``dtype``, whatever kind its weights are of: the functions of ``layer.c``.
+    """The functions of ``layer.c`` for ``dtype`` and every kind of weights.
 
     Raises:
-        Unavailable: they cannot be had here.
+        Unavailable: there are none for this machine or dtype.
     """
     with LOADING:
         found = _library(dtype)
@@ -229,7 +229,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
 
 @lru_cache(maxsize=64)
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The same, or why there are none. What went wrong once is not tried again in this process."""
+    """The same, or the reason that there are none. A failure is not tried again in this process."""
     try:
         _check_machine(dtype)
         return _declared(_allowed(_loaded(dtype)))
@@ -242,7 +242,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
 
 
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
-    """From the cache folder if they lie there unharmed, or else compiled, and kept there if that is possible."""
+    """Load the kernels from the cache folder if an intact file is there; otherwise compile them, and keep them there if possible."""
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
@@ -256,7 +256,7 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     made = _compile(compiler, flags)
     if kept is not None:
         try:
-            kept.unlink(missing_ok=True)  # a damaged one, with whatever mode it has
+            kept.unlink(missing_ok=True)  # it may be damaged, and have any mode
             with replacing(kept, private=True) as new:
                 new.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
         except OSError as error:
@@ -272,10 +272,10 @@ def _allowed(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _whole(path: Path) -> bool:
-    """Whether ``path`` is a file of kernels as it was written: they, and their hash behind. Loading half a file kills the process."""
+    """Whether the file of kernels at ``path`` is intact: its hash follows its content. Loading a truncated file kills the process."""
     try:
         content = path.read_bytes()
-    except OSError:  # there is none, or replacing it says why that fails
+    except OSError:  # there is no file, or an attempt to replace it reports why it cannot be read
         return False
     if hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]:
         return True
@@ -284,7 +284,7 @@ def _whole(path: Path) -> bool:
 
 
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """``kernels`` with the types of what its functions take and return."""
+    """``kernels`` with the types of arguments and results declared."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
@@ -310,22 +310,22 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     return kernels
 
 
-_crew: list[int] = []  # where the threads are that all kernels of this process share: in the library that was loaded first
+_crew: list[int] = []  # address of the thread pool that all kernels of this process share: that of the library that was loaded first
 
 
 @lru_cache(maxsize=1)
 def revision() -> str:
-    """Changes with the source of the kernels, and so may what they take."""
+    """A hash of the kernels' source, which changes with it; so may the time that they take."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for weights, not filled: in large pages where the system hands them out, because reading hundreds of megabytes through
-    small ones keeps the processor looking addresses up."""
+    """Uninitialized memory for weights, in huge pages if the OS provides them: reading hundreds of megabytes through small pages causes
+    many TLB misses."""
     bytes_ = math.prod(shape) * dtype.itemsize
     if bytes_ < LARGE_PAGE:
         return torch.empty(shape, dtype=dtype)
-    raw = torch.empty(bytes_ + LARGE_PAGE, dtype=torch.uint8)  # what is never touched takes no memory
+    raw = torch.empty(bytes_ + LARGE_PAGE, dtype=torch.uint8)  # pages that are never touched take no memory
     begin = -raw.data_ptr() % LARGE_PAGE
     _advise()(raw.data_ptr() + begin, bytes_ // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)  # may fail: small pages then
     return raw[begin : begin + bytes_].view(dtype).view(shape)
@@ -345,15 +345,15 @@ SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
 SQUARED = 8
 CENTRED, PLUS_ONE, ONCE = 1, 2, 4  # kinds of norms
 INTERLEAVED, TURNED_ONCE, IN_PAIRS = 1, 2, 4  # kinds of rotation
-WHOLE_HEADS, BEHIND = 1, 2  # how norms of queries and keys are special
+WHOLE_HEADS, BEHIND = 1, 2  # kinds of norms of queries and keys
 OF_ALL, OF_CHOSEN, OF_EACH, CLAMPED, UNGATED, GATED = 0, 1, 2, 16, 1, 2  # of ``experts.h``
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 
 
 def largest(values: Tensor, k: int) -> Tensor | None:
-    """``[N, k]`` int64 the places of the k largest of each line of ``values`` ``[N, V]``, V >= k, on the CPU, largest first, the earlier of
-    equals first; None where there is no kernel for that."""
+    """``[N, k]`` int64 indices of the k largest numbers in each line of ``values`` ``[N, V]``, V >= k, on the CPU: largest first, the first
+    of equal ones first. None if there is no kernel for that."""
     if not 1 <= k <= MOST_OF_LARGEST or values.stride(1) != 1 or refusal(values.dtype) is not None:
         return None
     out = torch.empty(len(values), k, dtype=torch.int64)
@@ -364,12 +364,12 @@ def largest(values: Tensor, k: int) -> Tensor | None:
 
 
 def scratch(size: int) -> int:
-    """Numbers in float32 that attention over heads of ``size`` needs per thread, as ``layer.c`` divides them up."""
+    """Floats of scratch per thread for attention over heads of ``size``: ``SCRATCH`` of ``layer.c``."""
     return QUERIES * KEYS + (KEYS + 3 * QUERIES) * size + 4 * QUERIES
 
 
 def make_room_for_segments(about: Pass, layer: Layer, tokens: int, width: int) -> None:
-    """Scratch with which threads share the keys of a long text, of ``width`` slots, in passes over so many tokens, filler included."""
+    """Allocate scratch for dividing attention over ``width`` slots by segments, in passes over ``tokens`` tokens, filler included."""
     segments = -(-width // KEY_SEGMENT)
     if segments == 1 or about.threads == 1:
         return
@@ -424,7 +424,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def _key(compiler: str, flags: list[str]) -> str:
-    """Changes with whatever the compiled code depends on."""
+    """A hash of everything that the compiled code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
     parts = [revision(), version, " ".join(flags), " ".join(sorted(cpu_flags()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]

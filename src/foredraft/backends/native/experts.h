@@ -24,7 +24,7 @@ typedef struct Experts {
     int64_t width;
     const value *gate_up_bias, *down_bias;   /* [count, 2 inner] in the order of the weights, [count, hidden]; or null */
     int64_t routing, normed;                 /* OF_ALL, OF_CHOSEN or OF_EACH; whether the chosen scores are divided by their sum */
-    int64_t exact, by_number;                /* `exact`: scores stay in float32; `by_number`: outputs are added in the order of the experts, each sum rounded */
+    int64_t exact, by_number;                /* scores stay in float32; outputs are added in the order of the experts, each sum rounded */
     int64_t activation, shared;              /* `shared`: 0 (none), UNGATED or GATED */
     double alpha, limit;
     const float *router32;                   /* [outputs / 16][hidden][16] a float32 router; null: `router` is used */

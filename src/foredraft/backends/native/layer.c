@@ -5,7 +5,7 @@
  * dtype where torch rounds them.
  *
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each Matrix states the kind of its weights; those of 8 and 4 bits
- * are widened in registers, which is exact. All sizes are multiples of 32; head sizes in attend_over() are multiples of 16.
+ * are widened in registers, which is exact. Head sizes are multiples of 16, all other sizes of 32.
  *
  * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64.
  * 8-bit weights with one scale per output have the layout of the dtype in which they are multiplied. groups.h has that of groups.
@@ -1405,7 +1405,7 @@ typedef struct {
     int64_t count, vocab, columns;             /* layers; tokens that may be drafted; padded outputs of the LM head */
     int64_t offset, start, missed, most;       /* offset into keys and values; slots that hold text; tokens to read after it; most positions */
     int64_t depth, k, total;
-    double eps, delta, least;                  /* growth stops after a level with no more than `delta` expected tokens; lowest log-probability of a node */
+    double eps, delta, least;                  /* growth stops after a level that adds at most `delta` tokens; lowest log-probability of a node */
     const double *prices;                      /* [total + 1] cost of verifying so many nodes, in accepted tokens, or null */
     value *x, *out, *logits;                   /* scratch: [n, hidden] twice, [n, columns], for passes of n tokens */
     value *angles;                             /* scratch: [2, n, size] */
