@@ -200,8 +200,8 @@ def codes_from(packed: Tensor, bits: int) -> Tensor:
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their upper two, in the
-    order of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
+    """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their
+    upper two in the order of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
     if bits == 6:
         blocks = codes.unflatten(-1, (-1, 16))
         upper = ((blocks >> 4)[..., SIXTEEN].unflatten(-1, (4, 4)) << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)
