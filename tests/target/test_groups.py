@@ -81,7 +81,8 @@ CONFIGS = {
 def plain(name="qwen3", dtype=torch.float32):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").to(dtype).eval()
+        how = "eager" if "gemma2" in name else "sdpa"
+        return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=how).to(dtype).eval()
 
 
 def layer_of(weight, bias=False):
@@ -299,7 +300,10 @@ def checkpoint(folder, method, name="qwen3", dtype=torch.float32, change=None):
             state |= {f"{prefix}.{part}": each.contiguous() for part, each in parts.items()}
             module.weight.data = weight
     model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(ABOUT[method]), "dtype": str(dtype)[6:]}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": copy.deepcopy(ABOUT[method]),
+        "dtype": str(dtype)[6:],
+    }
     if change is not None:
         change(config["quantization_config"], state)
     (folder / "config.json").write_text(json.dumps(config))

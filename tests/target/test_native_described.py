@@ -213,7 +213,7 @@ def test_latents_whose_weights_are_quantised(kind, dtype):
     steps = []
     for execution in ("eager", "native"):
         with torch.inference_mode(False):
-            model = build("deepseek_v3", dtype)
+            model = build("deepseek_v3", dtype, moe_intermediate_size=64)
             quantize(model, kind)
             each = Target(model, execution=execution, owned=execution == "native")
         each.open([PROMPT * 4])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from helpers import alone, generate, random_tree
-from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, needs_kernels, rounded
+from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, config_of, needs_kernels, rounded
 from kernel_cases import always as always  # a fixture
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -32,7 +31,7 @@ def made(name, dtype, sums="grouped_mm", **changes):
     """A model, of a configuration with ``changes``."""
     if not changes:
         return build(name, dtype, experts_implementation=sums)
-    config = copy.deepcopy(MIXTURES[name])
+    config = config_of(name)
     for key, value in changes.items():
         setattr(config, key, value)
     with torch.random.fork_rng():
@@ -356,7 +355,7 @@ def test_what_is_written_where_weights_were_is_named(tmp_path):
         ("glm4_moe", "Glm4MoeTopkRouter", {"routing": native.OF_ALL}),
         ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"normed": False}),
         ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"correction": None}),
-        ("deepseek_v2", "DeepseekV2TopkRouter", {"normed": True}),
+        ("deepseek_v2", "DeepseekV2TopkRouter", {"routing": native.OF_EACH}),
     ],
 )
 def test_another_router_is_found_out_at_load(name, router, instead, dtype, monkeypatch):

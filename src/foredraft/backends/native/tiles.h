@@ -7,13 +7,13 @@
  * EMULATED computes the same without the instructions, to test what is around them. No CPU with AMX has run this yet, so it is used only
  * where FOREDRAFT_INSTRUCTIONS asks for it.
  */
-#define DEEP 32 /* inputs of a tile */
-#define ROWS 16 /* tokens of a tile, and outputs */
+#define TILE_INPUTS 32 /* inputs of a tile */
+#define TILE_ROWS 16 /* tokens of a tile, and outputs */
 
 #ifdef EMULATED
 typedef struct {
     int rows;
-    uint8_t bytes[ROWS][64];
+    uint8_t bytes[TILE_ROWS][64];
 } Tile;
 static __thread Tile tile_of[8];
 
@@ -25,7 +25,7 @@ INLINE float of_brain(value x) {
 }
 
 static void tiles_begin(int tokens) {
-    for (int i = 0; i < 8; i++) tile_of[i].rows = i < 5 ? tokens : ROWS;
+    for (int i = 0; i < 8; i++) tile_of[i].rows = i < 5 ? tokens : TILE_ROWS;
 }
 #define tiles_end()
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
@@ -58,7 +58,7 @@ static void tiles_begin(int tokens) {
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = i < 5 ? tokens : ROWS;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = i < 5 ? tokens : TILE_ROWS;
     _tile_loadconfig(&shape);
 }
 #define tiles_end() _tile_release()
@@ -75,15 +75,15 @@ int tiles_allowed(void) { return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCO
 static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K) {
     const size_t block = (size_t)K * 16 * sizeof(value), line = (size_t)K * sizeof(value);
     const char *w = (const char *)m->values + (size_t)o * line;
-    for (int t = 0; t < T; t += ROWS, x += ROWS * K, out += ROWS * BLOCKS * 16) {
-        const int n = T - t < ROWS ? T - t : ROWS;
-        float sums[BLOCKS][ROWS * 16];
+    for (int t = 0; t < T; t += TILE_ROWS, x += TILE_ROWS * K, out += TILE_ROWS * BLOCKS * 16) {
+        const int n = T - t < TILE_ROWS ? T - t : TILE_ROWS;
+        float sums[BLOCKS][TILE_ROWS * 16];
         tiles_begin(n);
         tile_zero(0);
         tile_zero(1);
         tile_zero(2);
         tile_zero(3);
-        for (int k = 0; k < K; k += DEEP) {
+        for (int k = 0; k < K; k += TILE_INPUTS) {
             const char *w_k = w + (size_t)k * 16 * sizeof(value);
             tile_load(4, x + k, line);
             tile_load(5, w_k, 64);
