@@ -55,6 +55,7 @@ PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
 SEGMENTS = ("tests/target/test_native_segments.py",)
 DESCRIBED = ("tests/target/test_native_described.py",)
+VECTORS = ("tests/target/test_native_vectors.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
@@ -378,7 +379,8 @@ FAULTS = [
     Fault("experts.h", "tokens ? tokens + from : 0, stride", "tokens, stride", GROUPED_EXPERTS),
     Fault("groups.h", "shifted || i % count == count - 1", "i % count == count - 1", GROUPED_EXPERTS),
     Fault("vectors.h", "12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1", "12, 0, -1, -2, -3, -4, -6, -8, -10, 0, 1", GROUPED_EXPERTS),
-    Fault("checkpoints.py", '"gate_up_proj": ("gate_proj", "up_proj")', '"gate_up_proj": ("up_proj", "gate_proj")', GROUPED_EXPERTS),
+    Fault("checkpoints.py", '"gate_up_proj": (0, 1)', '"gate_up_proj": (1, 0)', GROUPED_EXPERTS),
+    Fault("checkpoints.py", '("w1", "w3", "w2")', '("w3", "w1", "w2")', GROUPED_EXPERTS),
     Fault("checkpoints.py", "scales.double() - 128", "scales.double() - 127", GROUPED_EXPERTS),
     Fault(
         "grouped.py",
@@ -389,6 +391,10 @@ FAULTS = [
     Fault("gguf.py", '"gate_up_proj": ("gate", "up")', '"gate_up_proj": ("up", "gate")', GROUPED_EXPERTS),
     Fault("experts.py", "return self.mixture.outdated or self.router.outdated", "return False", MIXTURES),
     Fault("latent.h", "i % 2 * (count / 2) + i / 2 : i", "i : i", DESCRIBED),
+    Fault("latent.h", " && !(l->rotation & IN_PAIRS)", "", DESCRIBED),
+    Fault("experts.h", "e->by_best ? best.score : ", "", MIXTURES),
+    Fault("experts.py", '(router, "topk_method", "") != "greedy"', '(router, "topk_method", "") != ""', MIXTURES),
+    Fault("described_pass.py", "narrow.dequantized(attention.kv_b_proj.weight, weight)", "weight.to(expand.dtype)", DESCRIBED),
     Fault("latent.h", "to_latents + (size_t)s.head * rank", "to_latents + (size_t)(s.head ^ 1) * rank", DESCRIBED),
     Fault("layer.c", "c->asked->turned + at / c->wide * rest", "c->asked->turned + at", DESCRIBED),
     Fault("layer.c", "count, rest, size, c->packed + c->wide * 16, 0);", "count, rest, size, c->packed, 0);", DESCRIBED),
@@ -505,6 +511,15 @@ FAULTS = [
     Fault("groups.h", "if (left * 4 <= end - k || place", "if (1 || place", GROUPS),
     Fault("groups.h", "            parts[n + t] = (Part){0};\n", "", GROUPS),
     Fault("layer.c", "if (here != before || from != tokens) prepare(", "if (!before) prepare(", GROUPS),
+    Fault("groups.h", "i32_left(upper, 4 - j) : i32_right(upper, j - 4)", "i32_left(upper, 4 - j) : i32_right(upper, j)", GROUPS),
+    Fault("groups.h", "j % 8 / 4 * 16 + j / 8 * 8 + j % 4 * 2", "j % 8 / 4 * 16 + j % 4 * 2", GROUPS),
+    Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
+    Fault("tiles.h", "x += TILE_ROWS * K,", "x += K,", VECTORS),
+    Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
+    Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
+    Fault("gguf.py", "1.0 if rotated is None else rotated / size", "1.0", GROUPS),
+    Fault("gguf.py", '"factor": field("rope.scaling.factor")', '"factor": 1.0', GROUPS),
+    Fault("gguf.py", 'config.sliding_window = field("attention.sliding_window") or None', "config.sliding_window = None", GROUPS),
     Fault("gguf.py", "rest >> 4 | second >> 2 & 48", "rest >> 4 | second >> 4 & 48", GROUPS),
     Fault("gguf.py", '{"mins": -halves(2)}', '{"mins": halves(2)}', GROUPS),
     Fault("checkpoints.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", GROUPS),
