@@ -43,6 +43,15 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "wide-llama": LlamaConfig(**BLOCKS),
     "wide-qwen3": Qwen3Config(**{**BLOCKS, "tie_word_embeddings": True}),
+    "wide-qwen3-yarn": Qwen3Config(
+        **BLOCKS,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "wide-gemma2": Gemma2Config(**{**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 9.0}),
     "wide-gemma3": Gemma3TextConfig(
         **{
@@ -553,10 +562,10 @@ def test_what_the_files_have_is_what_the_test_wrote(tmp_path):
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def gguf_file(folder, kind, name="llama", rotary=None):
+def gguf_file(folder, kind, name="llama", rotary=None, scaling=None):
     """A file as llama.cpp's converter makes it, of ``kind``; and the model with the weights that it stands for."""
     gguf = pytest.importorskip("gguf")
-    model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-").removesuffix("-long")
+    model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-").partition("-")[0]
     config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -579,11 +588,13 @@ def gguf_file(folder, kind, name="llama", rotary=None):
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if rope["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if architecture == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if (original := rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)) is not None:
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
     for which in ("long", "short") if rope["rope_type"] == "longrope" else ():
         writer.add_tensor(f"rope_factors_{which}.weight", torch.tensor(rope[f"{which}_factor"]).numpy())
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
@@ -611,7 +622,7 @@ def gguf_file(folder, kind, name="llama", rotary=None):
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-OTHERS = [("Q4_0", "wide-gemma2"), ("Q4_K", "wide-gemma3"), ("Q6_K", "wide-phi3"), ("Q4_0", "wide-phi3-long")]
+OTHERS = [("Q4_0", "wide-qwen3-yarn"), ("Q4_0", "wide-gemma2"), ("Q4_K", "wide-gemma3"), ("Q6_K", "wide-phi3"), ("Q4_0", "wide-phi3-long")]
 
 
 @pytest.mark.parametrize(
@@ -648,6 +659,13 @@ def test_the_positions_of_llama_3_are_scaled_as_its_gguf_file_says(tmp_path):
     assert torch.allclose(found.model.rotary_emb.inv_freq, frequency / factors, rtol=1e-5) and factors.max() > 1
     gguf_file(tmp_path, "Q8_0", "wide-llama", rotary=factors.float() * 2)
     with pytest.raises(ConfigurationError, match="scales positions in another way than Llama"):
+        load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+def test_positions_that_are_scaled_in_another_way_are_refused(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    gguf_file(tmp_path, "Q8_0", "wide-llama", scaling=gguf.RopeScalingType.LONGROPE)
+    with pytest.raises(ConfigurationError, match=r"model\.gguf' scales positions in a way that is not read \(longrope\)"):
         load_model(str(tmp_path), gguf_file="model.gguf")
 
 

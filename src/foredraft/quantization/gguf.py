@@ -186,10 +186,12 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
         ConfigurationError: positions are scaled in a way that is not read.
     """
     scaling = field("rope.scaling.type")
-    if scaling not in (None, "none", "linear"):
-        raise ConfigurationError(f"{str(path)!r} scales positions in the way {scaling!r}, which is not read")
-    linear = {"rope_type": "linear", "factor": field("rope.scaling.factor")} if scaling == "linear" else {}
-    rope = {"rope_type": "default", "rope_theta": field("rope.freq_base") or (1e6 if architecture == "gemma3" else 1e4), **linear}
+    if scaling not in (None, "none", "linear", "yarn") or (scaling == "yarn" and field("rope.scaling.attn_factor") not in (None, 1.0)):
+        raise ConfigurationError(f"{str(path)!r} scales positions in a way that is not read ({scaling})")
+    scaled = {"rope_type": scaling, "factor": field("rope.scaling.factor")} if scaling in ("linear", "yarn") else {}
+    if scaling == "yarn":
+        scaled["original_max_position_embeddings"] = field("rope.scaling.original_context_length") or config.max_position_embeddings
+    rope = {"rope_type": "default", "rope_theta": field("rope.freq_base") or (1e6 if architecture == "gemma3" else 1e4), **scaled}
     if (size := field("attention.key_length")) is not None:
         config.head_dim = size
     if (size := field("expert_feed_forward_length")) is not None:
@@ -211,8 +213,8 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
         config.rope_parameters = rope if architecture == "gemma2" else {"full_attention": rope, "sliding_attention": local}
         if not field("attention.sliding_window"):
             config.layer_types = ["full_attention"] * config.num_hidden_layers
-    elif linear:
-        config.rope_parameters = {**config.rope_parameters, **linear}
+    elif scaled:
+        config.rope_parameters = {**config.rope_parameters, **scaled}
 
 
 def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, Tensor]:
