@@ -104,8 +104,7 @@ class Reference:
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """``[G, V]`` float32 processed ``logits`` ``[G, V]`` after the texts ``ids`` ``[G, L]``, prompt included."""
-        scores: Tensor = self.processors(ids, logits.to(torch.float32, copy=True))
-        return scores
+        return self.processors(ids, logits.to(torch.float32, copy=True))
 
     def distribution(self, ids: Tensor, logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
         """``[G, V]`` float32 distribution of the next token after ``ids`` ``[G, L]``."""

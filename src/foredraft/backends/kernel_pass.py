@@ -102,8 +102,7 @@ class NativePass:
         """That of passes over ``cache``."""
         if cache.scratch is None or cache.scratch.shared is not shared:
             cache.scratch = NativePass(shared)
-        found: NativePass = cache.scratch
-        return found
+        return cache.scratch
 
     def of(
         self, layer: Kernel, x: Tensor, window: Window, angles: tuple[Tensor, Tensor] | None, places: Places | None = None
@@ -287,8 +286,7 @@ class NativeModel(Override):
     def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
         """``[R, 1, N, W]`` what the nodes of a tree see, as the kernels read it; ``built`` makes what the model reads."""
         mask = built()
-        found: Tensor = mask if isinstance(mask, Tensor) else mask["full_attention"]
-        return found
+        return mask if isinstance(mask, Tensor) else mask["full_attention"]
 
     def finished(self, logits: Tensor) -> Tensor:
         """What the model makes of what its head gives."""
@@ -378,8 +376,7 @@ class NativeModel(Override):
         """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
         tables = self.angles_by_position(x, needed)
         if tables is None:
-            angles: tuple[Tensor, Tensor] = self.base.rotary_emb(x, position_ids=positions)
-            return angles
+            return self.base.rotary_emb(x, position_ids=positions)
         return tables[0][positions], tables[1][positions]
 
     def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
@@ -407,8 +404,7 @@ class Direct:
 
     @property
     def head(self) -> nn.Module:
-        found: nn.Module = self.model.get_output_embeddings()
-        return found
+        return self.model.get_output_embeddings()
 
     @property
     def bias(self) -> Tensor | None:

@@ -138,8 +138,7 @@ def integers(weight: Any) -> Tensor:
     """What :func:`take` lets go of: int8 ``[N, K]`` of :func:`is_int8`; of groups uint8 ``[N, K * bits / 8]``, the first weight in the
     lowest bits, none below 0."""
     if not is_intx(weight):
-        found: Tensor = weight.qdata
-        return found
+        return weight.qdata
     bits = bits_of(weight)
     return bytes_from((weight.qdata.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits)
 

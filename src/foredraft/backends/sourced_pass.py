@@ -295,12 +295,10 @@ def by_position(table: Any, config: Any) -> Tensor:
     """``[positions, hidden]`` what ``table`` makes of tokens."""
     if counts(table):
         line = torch.full((1, config.max_position_embeddings), 1 if table.padding_idx == 0 else 0)
-        counted: Tensor = type(table).forward(table, line)[0]
-        return counted
+        return type(table).forward(table, line)[0]
     weight: Tensor = table.weight.detach()
     return weight[getattr(table, "offset", 0) :]
 
 
 def eps_of(norm: Any) -> float:
-    found: float = norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon
-    return found
+    return norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon

@@ -229,8 +229,7 @@ def copied(head: AnyHead) -> AnyHead:
     other.load_state_dict({name: value.detach().clone() for name, value in head.state_dict().items()}, assign=True)
     if isinstance(head, VocabularyHead):
         other.log_odds = head.log_odds
-    made: AnyHead = other.eval()
-    return made
+    return other.eval()
 
 
 class Levels:

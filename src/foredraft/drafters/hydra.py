@@ -32,7 +32,6 @@ class Hydra(HeadDrafter):
             if first:  # [R, n, k + 1] tokens from the root down
                 newest = torch.cat([paths.gather(1, above[..., None].expand(-1, -1, paths.shape[2])), newest], 2)
             paths = newest
-            logits: Tensor = self.head(hidden[:, None].expand(-1, newest.shape[1], -1), paths)
-            return logits
+            return self.head(hidden[:, None].expand(-1, newest.shape[1], -1), paths)
 
         return expand

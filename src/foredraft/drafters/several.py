@@ -206,5 +206,4 @@ def _made(given: str | Drafter | tuple[str, dict[str, Any]]) -> Drafter:
     if isinstance(given, Drafter):
         return given
     name, options = (given, {}) if isinstance(given, str) else given
-    drafter: Drafter = drafters.create(name, options)
-    return drafter
+    return drafters.create(name, options)

@@ -109,8 +109,7 @@ class ExitHead(Head):
         """``[..., V]`` logits after states ``[..., d]`` of layer ``exit``, or of a pass without :attr:`skip`."""
         if not self._lm_head:
             raise ConfigurationError("an exit head shares the target's LM head: call head.attach(model) first")
-        logits: Tensor = self._lm_head[0](self._readable(hidden))
-        return logits
+        return self._lm_head[0](self._readable(hidden))
 
     def _readable(self, hidden: Tensor) -> Tensor:
         """What the LM head reads, ``[..., d]``."""
@@ -118,8 +117,7 @@ class ExitHead(Head):
         if not self.config.attention:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         x = wide.to(self.norm.dtype) * self.norm
-        corrected: Tensor = x + self.up(functional.silu(self.down(x)))
-        return corrected
+        return x + self.up(functional.silu(self.down(x)))
 
     def loss(self, batch: Batch) -> Losses:
         """Cross-entropy with the target's own distribution at the same place; ``agreement`` is how often both have the same likeliest

@@ -108,8 +108,7 @@ class RnnHead(VocabularyHead):
         if self.start is None or hidden is None:
             like = self.out.weight
             return like.new_zeros(rows, self.config.state_size)
-        state: Tensor = self.start(hidden.to(self.dtype))
-        return state
+        return self.start(hidden.to(self.dtype))
 
     def read(self, tokens: Tensor, state: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Outputs ``[M, T, width]`` after each of ``tokens`` ``[M, T]``, and the state ``[M, state_size]`` after the last one, or after

@@ -180,8 +180,7 @@ class VocabularyHead(Head):
     def logits(self, states: Tensor, k: int) -> Tensor:
         """``[..., V]`` of head ``k`` from what comes out of its own layers, ``[..., d]``."""
         if self.config.lm_head == "own":
-            lm_head: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
-            return lm_head
+            return self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
         return self._together(states)
 
     def guessed(self, states: Tensor, k: int, before: Tensor) -> Tensor:
@@ -198,14 +197,12 @@ class VocabularyHead(Head):
 
     def _together(self, states: Tensor) -> Tensor:
         if self.config.lm_head == "low-rank":
-            low: Tensor = self.up(self.down(states))
-            return low
+            return self.up(self.down(states))
         lm_head = self._shared(self._lm_head, "LM head")
         weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
         if torch.is_grad_enabled():  # its weights stay as they are, whatever else of the target is trained
             return functional.linear(states, weight.detach(), None if bias is None else bias.detach())  # type: ignore[operator, arg-type]
-        logits: Tensor = lm_head(states)  # its forward may be that of packed weights
-        return logits
+        return lm_head(states)  # its forward may be that of packed weights
 
     def _shared(self, held: tuple[nn.Module, ...], what: str) -> nn.Module:
         if not held:

@@ -32,8 +32,7 @@ def layer_count(model: PreTrainedModel) -> int:
     """How many layers the decoder has."""
     if model.config.is_encoder_decoder:
         return len(decoder_layers(model.get_decoder()))
-    count: int = model.config.get_text_config().num_hidden_layers
-    return count
+    return model.config.get_text_config().num_hidden_layers
 
 
 @torch.inference_mode()

@@ -86,8 +86,7 @@ def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int
 
             def bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0, layer: Any = layer) -> Tensor:
                 along = type(layer).compute_bias(layer, 1, reach, device=device, past_seen_tokens=reach - 1)[0, :, 0]  # [H, reach]
-                found: Tensor = along.flip(-1)[:, distances].transpose(0, 1)  # [R, H, N, W]
-                return found
+                return along.flip(-1)[:, distances].transpose(0, 1)  # [R, H, N, W]
 
             layer.compute_bias = bias
             undo.callback(delattr, layer, "compute_bias")

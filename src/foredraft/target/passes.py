@@ -74,8 +74,7 @@ class Passes:
     @property
     def lengths(self) -> list[int]:
         """Tokens cached per live row."""
-        lengths: list[int] = self.cache.lengths
-        return lengths
+        return self.cache.lengths
 
     @property
     def ragged(self) -> bool:

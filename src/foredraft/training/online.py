@@ -259,8 +259,7 @@ def build(about: dict[str, Any], frozen: dict[str, Tensor]) -> PreTrainedModel |
 def vocabulary_of(model: PreTrainedModel | Head) -> int:
     if isinstance(model, Head):
         return model.config.target.vocab_size
-    size: int = model.get_output_embeddings().weight.shape[0]
-    return size
+    return model.get_output_embeddings().weight.shape[0]
 
 
 @torch.no_grad()

@@ -71,8 +71,7 @@ def describe(name: str) -> Entry:
 def create(name: str) -> Rule:
     """The rule called ``name``, with options where they are given; raises as :func:`parse` does, or for a value that cannot be."""
     known, options = parse(name)
-    made: Rule = load(known.home)(**options)
-    return made
+    return load(known.home)(**options)
 
 
 def automatic(proposal: Proposal, *, chain: bool) -> Rule:

@@ -102,8 +102,7 @@ def find(name: str) -> Format:
     """Raises ConfigurationError for an unknown name, listing the known ones."""
     if name not in REGISTRY:
         raise ConfigurationError(f"unknown format {name!r}; choose {', '.join(REGISTRY)}")
-    made: Format = resolve_name(REGISTRY[name])()
-    return made
+    return resolve_name(REGISTRY[name])()
 
 
 def recognise(stored: Stored) -> Format:
