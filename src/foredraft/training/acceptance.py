@@ -5,6 +5,7 @@ texts that it was trained on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -84,9 +85,8 @@ class Held:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             shape = self.shape or f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
             how: dict[str, Any] = {"rule": self.rule, "self_test": False, "reuse_prefix": False, "execution": "eager"}
-            speculator = Speculator(model, self.drafter(head), shape=shape, **how)
             asked, rows = Answering(self.tokens, (self.temperature,)), list[SessionRow]()
-            try:
+            with closing(Speculator(model, self.drafter(head), shape=shape, **how)) as speculator:
                 session = speculator.session()
                 for start in range(0, len(self.prompts), BATCH):
                     for index, prompt in enumerate(self.prompts[start : start + BATCH], start):
@@ -94,8 +94,6 @@ class Held:
                     rows += session.waiting
                     while session.live:
                         successful(session.step())
-            finally:
-                speculator.close()
         return session.stats, rows
 
 
@@ -125,8 +123,5 @@ def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) 
 
 def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:
     """Seconds of a round by its drafted nodes, as this machine runs the model."""
-    speculator = Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)
-    try:
+    with closing(Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)) as speculator:
         return tree_costs(speculator.target, speculator.drafter)
-    finally:
-        speculator.close()

@@ -8,6 +8,7 @@ the last of them is past it: a run that was killed reads the same texts again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -117,11 +118,8 @@ class Continuations:
             return {}
         seed = int(np.random.SeedSequence((self.order.seed, window, writer)).generate_state(1)[0])
         how = Continuing(max(lengths.values()), (self.recipe.temperature,), seed=seed, lengths=lengths)
-        speculator = Speculator(self.writers[writer], "none", execution="eager", reuse_prefix=False, self_test=False)
-        try:
+        with closing(Speculator(self.writers[writer], "none", execution="eager", reuse_prefix=False, self_test=False)) as speculator:
             rows = answer(speculator, prompts, how, lambda made, done: None)
-        finally:
-            speculator.close()
         return {member: np.asarray(row.ids, np.int32) for (member, _), row in zip(prompts, rows)}
 
 

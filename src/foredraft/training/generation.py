@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,8 +136,7 @@ def generate(
     def count(more_tokens: int = 0, more_rows: int = 0) -> Count:
         return Count(shards, rows + more_rows, tokens + more_tokens, of_rows, time.monotonic() - begin)
 
-    speculator = Speculator(model, "none", execution=answering.execution, reuse_prefix=False)
-    try:
+    with closing(Speculator(model, "none", execution=answering.execution, reuse_prefix=False)) as speculator:
         for path, members in ((shard_file(folder, shard), manifest.members(shard)) for shard in mine):
             if path.exists():
                 continue
@@ -146,8 +146,6 @@ def generate(
             shards, rows, tokens = shards + 1, rows + len(asked), tokens + int((shard.lengths - shard.prompt_lengths).sum())
             report(count())
         return count()
-    finally:
-        speculator.close()
 
 
 def _answered(
