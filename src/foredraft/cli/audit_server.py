@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
-from foredraft.auditing.server import ServerReport, audit_server
+from foredraft.auditing.server import ServerReport
 from foredraft.cli.figures import counted
 
 SIGNS = {"ok": "ok", "fault": "FAULT", "not asked": "–"}
 INDENT, WIDTH = 6, 140
 SHOWN = 3  # differences
-
-
-def run(url: str, options: dict[str, Any]) -> ServerReport:
-    """Audit the server at ``url``; ``options`` are those of :func:`foredraft.auditing.server.audit_server`."""
-    return audit_server(url, **options)
 
 
 def lines(report: ServerReport) -> list[str]:
