@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -250,10 +250,8 @@ def build(about: dict[str, Any], frozen: dict[str, Tensor]) -> PreTrainedModel |
         head: Head = made(made.config_class.from_dict(about["config"])).to_empty(device="cpu").float()
         head.attach_frozen(frozen)
         return head
-    module, _, name = about["class"].partition(":")
-    kind = getattr(import_module(module), name)
-    model: PreTrainedModel = kind(kind.config_class.from_dict(about["config"]))
-    return model.float()
+    kind = resolve_name(about["class"])
+    return kind(kind.config_class.from_dict(about["config"])).float()
 
 
 def vocabulary_of(model: PreTrainedModel | Head) -> int:
