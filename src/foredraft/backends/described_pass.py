@@ -21,7 +21,7 @@ from foredraft.backends import native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
 from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
-from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places
+from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places, eps_of
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import BLOCK, NATIVE, Product
@@ -465,10 +465,6 @@ def activation_of(function: Any) -> int:
     if found is None:
         raise Unfit(f"its activation is {type(function).__name__}")
     return found
-
-
-def eps_of(norm: Any) -> float:
-    return float(next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)))
 
 
 def rope_types(base: Any) -> Any:

@@ -506,3 +506,7 @@ def pointers(addresses: list[int]) -> Any:
 def fits(mask: Tensor | None) -> bool:
     """Whether the kernels can read ``mask``: one byte per node and slot, the same for every head."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1 and mask.stride(3) == 1)
+
+
+def eps_of(norm: Any) -> float:
+    return float(next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)))

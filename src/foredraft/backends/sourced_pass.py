@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends import native
-from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
+from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, eps_of, pointers
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import NATIVE
 from foredraft.device import end_waiting, one_thread
@@ -246,8 +246,7 @@ class SourcedModel(NativeModel):
     def about(
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
-        known = NativePass.over(cache, self.shared)
-        about = known.of(self.kernels[0], x, window, None, places)
+        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, None, places)
         self._point(about, cache, window)
         return about
 
@@ -298,7 +297,3 @@ def by_position(table: Any, config: Any) -> Tensor:
         return type(table).forward(table, line)[0]
     weight: Tensor = table.weight.detach()
     return weight[getattr(table, "offset", 0) :]
-
-
-def eps_of(norm: Any) -> float:
-    return norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon
