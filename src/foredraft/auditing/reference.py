@@ -70,8 +70,7 @@ class Reference:
         model = self.model if model is None else model
         ids = torch.cat([torch.tensor(self.prompt, device=texts.device).expand(len(texts), -1), texts[:, :-1]], 1).to(model.device)
         keep = {"logits_to_keep": texts.shape[1]} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits: Tensor = model(**self._given(model, ids), use_cache=False, **keep).logits
-        return logits[:, -texts.shape[1] :]
+        return model(**self._given(model, ids), use_cache=False, **keep).logits[:, -texts.shape[1] :]
 
     @torch.inference_mode()
     def logits_in_steps(self, text: Sequence[int], width: int) -> Tensor:

@@ -202,8 +202,7 @@ class FusedLayer(Override):
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         if isinstance(cache, PagedCache) and cache.reader is not None:
-            attended: Tensor = cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling)
-            return self.output(attended.flatten(2))
+            return self.output(cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling).flatten(2))
         return self.output(self._attended(both[:, :, :queries], key, value, mask))
 
     @property

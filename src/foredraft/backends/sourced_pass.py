@@ -281,8 +281,7 @@ class SourcedModel(NativeModel):
 def by_distance(attention: Any) -> Tensor:
     """``[heads, reach]`` what ``attention`` adds to scores; further keys are as the last one."""
     reach = attention.relative_attention_max_distance + 1
-    line: Tensor = type(attention).compute_bias(attention, 1, reach, past_seen_tokens=reach - 1)[0, :, 0]
-    return line.detach().flip(-1).float().contiguous()
+    return type(attention).compute_bias(attention, 1, reach, past_seen_tokens=reach - 1)[0, :, 0].detach().flip(-1).float().contiguous()
 
 
 def counts(table: Any) -> bool:
@@ -295,5 +294,4 @@ def by_position(table: Any, config: Any) -> Tensor:
     if counts(table):
         line = torch.full((1, config.max_position_embeddings), 1 if table.padding_idx == 0 else 0)
         return type(table).forward(table, line)[0]
-    weight: Tensor = table.weight.detach()
-    return weight[getattr(table, "offset", 0) :]
+    return table.weight.detach()[getattr(table, "offset", 0) :]

@@ -8,7 +8,6 @@ values are in the target's cache already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +131,7 @@ class ExitHead(Head):
         count = max(len(places), 1)
         if not len(places):  # the gradient is zero, and there is one
             total = total + 0 * sum(parameter.sum() for parameter in self.parameters())
-        parts: Mapping[str, Tensor] = {"agreement": right / count}
-        return Losses(total / count, parts, torch.tensor(float(len(places)), device=total.device))
+        return Losses(total / count, {"agreement": right / count}, torch.tensor(float(len(places)), device=total.device))
 
 
 def final_norm(model: PreTrainedModel) -> Tensor:

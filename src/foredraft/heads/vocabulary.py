@@ -174,8 +174,7 @@ class VocabularyHead(Head):
     def embed(self, ids: Tensor) -> Tensor:
         """The target's embeddings of ``ids``, frozen."""
         with torch.no_grad():
-            embedded: Tensor = self._shared(self._embeddings, "embeddings")(ids)
-        return embedded.to(self.dtype)
+            return self._shared(self._embeddings, "embeddings")(ids).to(self.dtype)
 
     def logits(self, states: Tensor, k: int) -> Tensor:
         """``[..., V]`` of head ``k`` from what comes out of its own layers, ``[..., d]``."""

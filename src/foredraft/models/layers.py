@@ -113,8 +113,7 @@ class LayerRanges:
         """``[n, V]`` what the model makes of ``states`` ``[n, d]`` behind any layer: its final norm, LM head, scaling and caps."""
         nothing = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
         with self.only(self.count, self.count, states[:, None]):
-            logits: Tensor = self.model(input_ids=nothing, use_cache=False).logits
-        return logits[:, 0]
+            return self.model(input_ids=nothing, use_cache=False).logits[:, 0]
 
     def stand_in(self, index: int, hidden: Tensor) -> Tensor:
         """What layer ``index``, which sits this pass out, hands on."""

@@ -174,8 +174,7 @@ class Distiller(nn.Module):
         if self.stored is not None:
             return self.stored(tokens, labels)
         with torch.no_grad(), torch.autocast(tokens.ids.device.type, enabled=False):
-            logits: Tensor = self.target(input_ids=tokens.ids, use_cache=False).logits
-        return logits.flatten(0, 1)[places]
+            return self.target(input_ids=tokens.ids, use_cache=False).logits.flatten(0, 1)[places]
 
 
 class StoredProbabilities:
