@@ -121,14 +121,10 @@ class HeadDrafter(LearningDrafter):
             head=head,
             features=head.features,
             catches_up=not head.features,
-            max_depth=self._max_depth(),
+            max_depth=getattr(head.config, "heads", None),
             rates=head.config.accuracies,
             calibrated=tree if isinstance(tree, StaticShape) else None,
         )
-
-    def _max_depth(self) -> int | None:
-        """How many levels the head can draft."""
-        return None
 
     def _load(self, source: str | None, target: Target) -> Head:
         """The head at ``source``, or the one that is embedded for the target."""

@@ -63,10 +63,6 @@ class Medusa(HeadDrafter):
         self.successors = successors
         self._texts: dict[int, Latest] = {}  # by slot
 
-    def _max_depth(self) -> int | None:
-        head: MedusaHead = self.head
-        return head.config.heads
-
     def bind(self, target: Target) -> None:
         super().bind(target)
         head: MedusaHead = self.head
