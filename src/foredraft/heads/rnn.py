@@ -71,6 +71,7 @@ class RnnHead(VocabularyHead):
     """
 
     kind = "rnn"
+    lm_head_count = 1
     config: RnnConfig
     config_class = RnnConfig
 
@@ -85,10 +86,6 @@ class RnnHead(VocabularyHead):
     @property
     def features(self) -> tuple[int, ...]:
         return (LAST,) if self.config.hidden_states else ()
-
-    @property
-    def lm_head_count(self) -> int:
-        return 1
 
     @classmethod
     def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:

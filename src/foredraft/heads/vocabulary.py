@@ -130,6 +130,7 @@ class VocabularyHead(Head):
     """
 
     log_odds: NgramLogOdds | None = None
+    lm_head_count = 0  # where they are its own; 0 for one per prediction
 
     config: VocabularyConfig
     config_class: ClassVar[type[VocabularyConfig]]
@@ -141,7 +142,8 @@ class VocabularyHead(Head):
         size, vocabulary, bias = config.target.hidden_size, config.target.vocab_size, config.lm_head_bias
         with torch.device("meta"):
             if config.lm_head == "own":
-                self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=bias) for _ in range(self.lm_head_count))
+                count = self.lm_head_count or config.predictions
+                self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=bias) for _ in range(count))
             elif config.lm_head == "low-rank":
                 self.down = nn.Linear(size, config.rank, bias=False)
                 self.up = nn.Linear(config.rank, vocabulary, bias=bias)
@@ -157,11 +159,6 @@ class VocabularyHead(Head):
         head.begin_as(model)
         head.attach(model)
         return head
-
-    @property
-    def lm_head_count(self) -> int:
-        """How many LM heads it has where they are its own."""
-        return self.config.predictions
 
     def attach(self, model: PreTrainedModel) -> None:
         self._lm_head = (model.get_output_embeddings(),)
