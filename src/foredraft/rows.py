@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import MaxLengthCriteria
+from transformers import MaxLengthCriteria, StoppingCriteria
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError
@@ -21,10 +20,6 @@ from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
 from foredraft.stats import RowStats
 from foredraft.traces import RoundTrace
-
-if TYPE_CHECKING:
-    from transformers import StoppingCriteria
-
 
 LEAST = 256  # ids per row that have room at first
 

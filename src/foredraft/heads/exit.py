@@ -9,20 +9,18 @@ values are in the target's cache already.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
 from foredraft.models.identity import shape_of
 from foredraft.models.skips import SkipSet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WIDTH = 2  # numbers inside the correction, by default, over the hidden size
 

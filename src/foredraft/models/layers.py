@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.support import describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

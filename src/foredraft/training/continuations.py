@@ -12,10 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.rows import RowParameters
@@ -24,9 +25,6 @@ from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import save_shard
 from foredraft.training.distilling import Distilling
 from foredraft.training.generation import Answering, answer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BY_DRAFT, BY_TARGET = 1, 2
 Text = np.ndarray[Any, np.dtype[np.int32]]

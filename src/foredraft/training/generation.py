@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of, name_of
@@ -28,9 +29,6 @@ from foredraft.session import Session
 from foredraft.speculator import Speculator
 from foredraft.training.data import SOURCES, Manifest, Shard, save_shard, shard_file, weights_digest
 from foredraft.training.prompts import digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

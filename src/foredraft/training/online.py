@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft import heads
 from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
@@ -27,9 +28,6 @@ from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.heads.base import Batch, Head
 from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.training.losses import Compared, Few, Loss, compare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BATCH = 4  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft import drafters
 from foredraft.heads.base import Head
@@ -21,9 +22,6 @@ from foredraft.speculator import Speculator
 from foredraft.training.acceptance import DEPTH, Held, Measured, drafter_of
 from foredraft.training.drafts import Draft
 from foredraft.training.losses import Loss, compare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
