@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,20 +16,18 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import experts, native
+from foredraft.backends.base import Part
 from foredraft.backends.products import NATIVE
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.changes import Override, hooks_of
+from foredraft.models.features import Features
 from foredraft.models.layers import Aside
+from foredraft.models.masks import MaskInputs
 from foredraft.models.page_stores import Kind
 from foredraft.models.pages import PAGE
-
-if TYPE_CHECKING:
-    from foredraft.backends.base import Part
-    from foredraft.models.features import Features
-    from foredraft.models.masks import MaskInputs
-    from foredraft.models.skips import SkipSet
+from foredraft.models.skips import SkipSet
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = (

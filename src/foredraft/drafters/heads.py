@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.hub import named
 from foredraft.quantization import check_quantization, quantize_linear_layers
 from foredraft.shapes import StaticShape, TreeShape
+from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 
 class HeadDrafter(LearningDrafter):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from foredraft import shapes
 from foredraft.errors import ConfigurationError
@@ -24,13 +24,9 @@ from foredraft.heads.losses import AT_ONCE, before
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.models.encoder_decoder import Source
 from foredraft.models.features import features_of_texts
 from foredraft.shapes import Path, StaticShape, TreeShape
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.encoder_decoder import Source
 
 RANKS = 10  # guesses of a head that are looked at
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from foredraft.files import read_text
 from foredraft.models.skips import SkipSet
 from foredraft.planning.costs import BUDGET, PROMPT, CostModel, Measurement
 from foredraft.shapes import TreeShape
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
+from foredraft.target import Target
 
 TURNS = 25  # of passes that are timed
 

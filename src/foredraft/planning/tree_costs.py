@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from foredraft.drafters.base import Drafter
 from foredraft.planning.costs import BUDGET, PROMPT, CostModel, measure
 from foredraft.planning.largest import DEPTH, largest_shape
 from foredraft.planning.search import widths
-
-if TYPE_CHECKING:
-    from foredraft.drafters.base import Drafter
-    from foredraft.target import Target
+from foredraft.target import Target
 
 
 @torch.inference_mode()

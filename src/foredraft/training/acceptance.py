@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft import drafters
+from foredraft.drafters.base import Drafter
 from foredraft.heads.base import Head
 from foredraft.heads.calibration import Calibration, calibrate, weigh_log_odds
 from foredraft.heads.medusa import MedusaHead
@@ -25,11 +27,6 @@ from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 from foredraft.training.data import Texts
 from foredraft.training.generation import Answering, add
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.drafters.base import Drafter
 
 BATCH = 32  # prompts that are answered together
 DEPTH = 5  # of the chains that acceptance is measured with, where the head does not say how deep it drafts

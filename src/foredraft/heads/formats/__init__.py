@@ -15,22 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import HeadConfig
+from foredraft.heads.base import Head, HeadConfig
 from foredraft.heads.formats.folders import Stored
-from foredraft.models.identity import shape_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.heads.base import Head
-    from foredraft.models.identity import TargetShape
+from foredraft.models.identity import TargetShape, shape_of
 
 OURS, VERSION = "foredraft", 1
 PREFIX = "foredraft-"  # of the model types of our own layout
