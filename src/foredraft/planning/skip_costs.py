@@ -50,14 +50,14 @@ def read_costs(path: Path, sublayers: Sequence[Sublayer]) -> SublayerCosts:
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, *, seconds: float = 2 * BUDGET, clock: Callable[[], float] = time.perf_counter) -> SublayerCosts:
+def measure_costs(target: Target, *, seconds: float = 2 * BUDGET) -> SublayerCosts:
     """Time passes of ``target`` over some tokens, and over one without all sublayers of the same kind and size, in turns. No row may be
     live, and none is left."""
     sublayers, groups = sublayers_of(target.sublayers), dict[tuple[str, int], list[int]]()
     for kind, layer in sublayers:
         size = sum(weight.numel() for weight in getattr(target.sublayers, kind)[layer].parameters())
         groups.setdefault((kind, size), []).append(layer)
-    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LENGTHS), clock), clock()
+    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LENGTHS), time.perf_counter), time.perf_counter()
     try:
         run.passes(begin + 0.5 * seconds)
         run.without({key: SkipSet(**{key[0]: tuple(layers)}) for key, layers in groups.items()}, begin + seconds)
