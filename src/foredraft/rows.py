@@ -153,8 +153,7 @@ class SessionRow:
         reason = reason or (None if error is None else "error")
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        failed = error if reason == "error" else None
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=failed)
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=error if reason == "error" else None)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:

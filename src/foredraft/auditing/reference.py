@@ -51,8 +51,7 @@ class Reference:
         def capture(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any) -> Any:
             eos, others = split_criteria(read_lengths(stopping_criteria, input_ids.shape[1])[1])
             if others:
-                name = type(others[0]).__name__
-                raise ConfigurationError(f"audit does not support stopping criteria ({name}); leave them out")
+                raise ConfigurationError(f"audit does not support stopping criteria ({type(others[0]).__name__}); leave them out")
             return Reference(model, list(inputs), input_ids[0].tolist(), logits_processor, bool(generation_config.do_sample), eos)
 
         ids = torch.tensor([list(inputs)], device=model.device)

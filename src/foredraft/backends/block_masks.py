@@ -168,8 +168,7 @@ def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
     """The mask of ``tree`` behind each row's prefix; ``positions`` as ``TreeExecution`` makes them, of all nodes or of this pass's."""
     starts = torch.tensor(window.starts, dtype=torch.int32, device=positions.device) - window.before
     queries = positions[:, -window.nodes :]
-    size = queries_of(window.nodes)
-    padded = torch.cat([queries, queries[:, -1:].expand(-1, size - window.nodes)], 1).to(torch.int32)
+    padded = torch.cat([queries, queries[:, -1:].expand(-1, queries_of(window.nodes) - window.nodes)], 1).to(torch.int32)
     nodes = bits = None
     if not tree.chain:
         if tree.static_parents is not None:

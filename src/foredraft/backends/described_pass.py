@@ -275,8 +275,7 @@ class DescribedModel(NativeModel):
                 name = type(self.layers[index]).__name__
                 times = f"{float(off / allowed):.1e} times what rounding explains"
                 return f"layer {index} ({name}) computes something else than its description says: it is off by {times}"
-        direct = Direct(model, self)
-        logits = direct.logits(run(self.embed(ids[0].reshape(-1), positions), None)).view(expected.shape)
+        logits = Direct(model, self).logits(run(self.embed(ids[0].reshape(-1), positions), None)).view(expected.shape)
         off = worst(logits.float() - expected.float(), dtype, routed=routed) / expected.float().abs().max().clamp(min=1e-6)
         return None if bool(off <= ROUNDING[dtype]) else f"the kernels gave logits that differ by {float(off):.1e} of their scale"
 

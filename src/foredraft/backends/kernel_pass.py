@@ -258,8 +258,7 @@ class NativeModel(Override):
             return type(self.base).forward(self.base, input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
         assert input_ids is not None and position_ids is not None
         x = self.base.embed_tokens(input_ids)
-        out = self.run_over(x, position_ids, None, attention_mask, cache)
-        return BaseModelOutputWithPast(out, cache)
+        return BaseModelOutputWithPast(self.run_over(x, position_ids, None, attention_mask, cache), cache)
 
     @property
     def page_kinds(self) -> list[Kind]:

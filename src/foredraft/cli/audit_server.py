@@ -26,8 +26,7 @@ def lines(report: ServerReport) -> list[str]:
     ]
     width = max(len(check.name) for check in report.checks) + 2
     for check in report.checks:
-        mark = SIGNS[check.status]
-        found += hanging(f"{check.name:{width}}{mark:{INDENT}} ", check.found)
+        found += hanging(f"{check.name:{width}}{SIGNS[check.status]:{INDENT}} ", check.found)
         if check.power:
             found += hanging(" " * (width + INDENT + 1), check.power)
         for each in check.differences[1:SHOWN]:  # ``found`` has the first

@@ -155,8 +155,7 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
 
 def rule_of(setting: Setting, drafter: Drafter, gamma: int) -> str:
     """As asked for; else the paper's, where the drafter can draw from q. Greedy decoding has one rule in any case."""
-    papers = PAPERS if "iid" in drafter.proposals_for(TreeShape.chain(gamma)) else "auto"
-    return setting.rule or papers
+    return setting.rule or (PAPERS if "iid" in drafter.proposals_for(TreeShape.chain(gamma)) else "auto")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------------

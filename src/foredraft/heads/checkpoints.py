@@ -211,8 +211,7 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     """:func:`load` for a folder."""
     stored = read(folder)
     format = formats.recognise(stored)
-    contents = format.read(stored, model)
-    head = _made(contents, format, stored.where)
+    head = _made(format.read(stored, model), format, stored.where)
     if isinstance(head, VocabularyHead):
         head.log_odds = read_log_odds(folder)
         if head.log_odds is not None and head.log_odds.vocab_size != head.config.target.vocab_size:

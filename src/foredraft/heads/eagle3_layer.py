@@ -174,8 +174,7 @@ class Layer:
         logits = self.logits(normed)
         if self.ids is None:
             return logits
-        everywhere = logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), ELSEWHERE)
-        return everywhere.index_copy_(-1, self.ids, logits)
+        return logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), ELSEWHERE).index_copy_(-1, self.ids, logits)
 
 
 class Rotary:

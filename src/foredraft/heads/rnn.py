@@ -103,8 +103,7 @@ class RnnHead(VocabularyHead):
     def begin(self, hidden: Tensor | None, rows: int) -> Tensor:
         """``[M, state_size]`` before the root is read, from ``hidden`` ``[M, d]``, or zeros for so many ``rows``."""
         if self.start is None or hidden is None:
-            like = self.out.weight
-            return like.new_zeros(rows, self.config.state_size)
+            return self.out.weight.new_zeros(rows, self.config.state_size)
         return self.start(hidden.to(self.dtype))
 
     def read(self, tokens: Tensor, state: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:

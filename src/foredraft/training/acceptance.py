@@ -68,8 +68,7 @@ class Held:
         """Leaves the generators of torch as they were."""
         stats, _ = self._answer(model, head)
         depths = zip_longest(stats.accepted_by_depth, stats.drafted_by_depth, fillvalue=0)
-        by_depth = tuple(accepted / max(1, drafted) for accepted, drafted in depths)
-        return Measured(stats.acceptance_length, by_depth, stats.kept)
+        return Measured(stats.acceptance_length, tuple(accepted / max(1, drafted) for accepted, drafted in depths), stats.kept)
 
     def answers(self, model: PreTrainedModel, head: Head) -> dict[str, Any]:
         """Arguments of :func:`~foredraft.heads.calibration.calibrate`: the prompts with their answers, the number of the first token of

@@ -157,8 +157,7 @@ class StoredReader(Reader):
 
     def _check(self) -> None:
         """Models that scale or cap their logits have more behind the last state than an LM head."""
-        order = Order(self._texts, [0], int(self._texts.sizes[0].sum()), 1, seed=0)
-        tokens = order.tokens(np.asarray([0])).to(self.model.device)
+        tokens = Order(self._texts, [0], int(self._texts.sizes[0].sum()), 1, seed=0).tokens(np.asarray([0])).to(self.model.device)
         theirs, ours = super().__call__(tokens)[1].float(), self(tokens)[1].float()
         if float((theirs - ours).abs().max()) > CLOSE * float(theirs.std()):
             raise ConfigurationError("this target's logits are not its LM head's of the last hidden state; train without --stored-hidden")

@@ -298,8 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     humble(given.cores)
     end_with(given.parent)
-    learner = OnlineLearner(given.folder, device=given.device, loss=given.loss, rate=given.rate, keep=given.keep)
-    work(learner)
+    work(OnlineLearner(given.folder, device=given.device, loss=given.loss, rate=given.rate, keep=given.keep))
 
 
 def work(learner: OnlineLearner) -> None:

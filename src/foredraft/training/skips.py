@@ -48,8 +48,7 @@ class Agreement:
         self.tokens = sum(map(len, self._expected))
 
     def __call__(self, skip: SkipSet) -> float:
-        right = sum(int((found == expected).sum()) for found, expected in zip(self._likeliest(skip), self._expected))
-        return right / self.tokens
+        return sum(int((found == expected).sum()) for found, expected in zip(self._likeliest(skip), self._expected)) / self.tokens
 
     @torch.inference_mode()
     def _likeliest(self, skip: SkipSet | None) -> Iterator[Tensor]:
