@@ -181,8 +181,7 @@ class Stored:
                     f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}"
                 )
         scale = torch.pow(2.0, scales.double() - 128).to(torch.bfloat16)  # half of 2^(e - 127), since integers are twice the floats
-        how: dict[str, Any] = {"bits": 4, "group": BLOCK, "dtype": plain.dtype, "transposed": transposed, "floats": True}
-        return GroupedTensor(blocks.flatten(2), scale, 0, **how)
+        return GroupedTensor(blocks.flatten(2), scale, 0, bits=4, group=BLOCK, dtype=plain.dtype, transposed=transposed, floats=True)
 
     @staticmethod
     def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
