@@ -6,18 +6,16 @@ import inspect
 from pathlib import Path
 from threading import Lock
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.models.changes import ModelState, dropout_of
 from foredraft.speculator import Speculator, begin
 from foredraft.stats import Stats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def attach(model: PreTrainedModel, drafter: Drafter | PreTrainedModel | str = "prompt-lookup", **options: Any) -> Attached:

@@ -81,9 +81,9 @@ class Compiled(ABC):
     def accept(self, matcher: Any, token: int) -> bool:
         """Go on by ``token``, which ends no text. If it is forbidden, return False and change nothing."""
 
-    @abstractmethod
     def rollback(self, matcher: Any, count: int) -> None:
         """Take the last ``count`` tokens back."""
+        matcher.rollback(count)
 
     @abstractmethod
     def fill(self, matchers: Sequence[Any], masks: Masks) -> None:
@@ -125,9 +125,6 @@ class LLGuidance(Compiled):
 
     def accept(self, matcher: Any, token: int) -> bool:
         return bool(matcher.try_consume_tokens([token]))
-
-    def rollback(self, matcher: Any, count: int) -> None:
-        matcher.rollback(count)
 
     def fill(self, matchers: Sequence[Any], masks: Masks) -> None:
         size = masks.shape[1] * masks.itemsize
@@ -173,9 +170,6 @@ class XGrammar(Compiled):
 
     def accept(self, matcher: Any, token: int) -> bool:
         return bool(matcher.accept_token(token))
-
-    def rollback(self, matcher: Any, count: int) -> None:
-        matcher.rollback(count)
 
     def fill(self, matchers: Sequence[Any], masks: Masks) -> None:
         if len(matchers) == 1:

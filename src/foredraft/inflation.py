@@ -69,8 +69,7 @@ def inflate(
     for name, slot in inflated.state_dict().items():
         if config.tie_word_embeddings and name in model._tied_weights_keys:
             continue
-        old = _source_tensor(name, source, origin)
-        state[name] = _extended(name, old, slot.shape, ratio, generator, model)
+        state[name] = _extended(name, _source_tensor(name, source, origin), slot.shape, ratio, generator, model)
     if config.model_type == "t5" and config.scale_decoder_outputs:
         state["decoder.final_layer_norm.weight"] *= math.sqrt(ratio)
     inflated.load_state_dict(state, strict=False, assign=True)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
@@ -300,11 +301,9 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
 
 def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0, side: str = "left") -> dict[str, Any]:
     """Arguments of ``generate`` for prompts of several lengths: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on one ``side``."""
-    lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
-    ids, mask = torch.full((len(prompts), width), token), torch.zeros(len(prompts), width, dtype=torch.long)
-    for line, real, prompt, length in zip(ids, mask, prompts, lengths):
-        where = slice(width - length, width) if side == "left" else slice(length)
-        line[where], real[where] = torch.tensor(list(prompt)), 1
+    rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=token, padding_side=side)
+    mask = pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side=side)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": token}
 
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 STORED = Path(__file__).with_name("registry.json")
@@ -41,7 +41,7 @@ class Entry:
     @staticmethod
     def of(home: str) -> Entry:
         """As the class says."""
-        cls = load(home)
+        cls = resolve_name(home)
         parameters = {} if cls.__init__ is object.__init__ else inspect.signature(cls).parameters
         options = {
             name: {
@@ -69,12 +69,6 @@ class Entry:
             name: inspect.Parameter(name, only, default=each.get("default", empty), annotation=each.get("type", empty))
             for name, each in self.options.items()
         }
-
-
-def load(home: str) -> Any:
-    """The class at ``"module:class"``."""
-    module, _, attribute = home.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def entry(home: str) -> Entry:

@@ -158,8 +158,7 @@ class Loop:
         for _, group in groupby(range(len(rows)), lambda index: index if rows[index].scored is not None else -1):
             end = begin + len(list(group))
             those = rows[begin:end]
-            found = self._read(those, [row.ids for row in those], prompts[begin:end], first + begin, unread, reserve[begin:end])
-            logits.append(found)
+            logits.append(self._read(those, [row.ids for row in those], prompts[begin:end], first + begin, unread, reserve[begin:end]))
             hidden += self.target.prompt_hidden or ()
             begin = end
         if len(logits) > 1 and self.target.prompt_hidden is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import MaxLengthCriteria
+from transformers import MaxLengthCriteria, StoppingCriteria
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError
@@ -21,10 +20,6 @@ from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
 from foredraft.stats import RowStats
 from foredraft.traces import RoundTrace
-
-if TYPE_CHECKING:
-    from transformers import StoppingCriteria
-
 
 LEAST = 256  # ids per row that have room at first
 
@@ -158,8 +153,7 @@ class SessionRow:
         reason = reason or (None if error is None else "error")
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        failed = error if reason == "error" else None
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=failed)
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=error if reason == "error" else None)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:

@@ -210,8 +210,7 @@ class Speculator(TextInterface, Described):
     def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
         """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
         if shape is not None:
-            known = profile(self.target, self.drafter) if shape.nodes else None
-            return FixedPlanner(shape, profile=known, exits=self.drafter.info.exits)
+            return FixedPlanner(shape, profile=profile(self.target, self.drafter) if shape.nodes else None, exits=self.drafter.info.exits)
         planner = make_planner(self.target, self.drafter, self.rule, self.proposal)
         if planner.shape.is_chain:
             self.rule, self.proposal = choose_rule(rule, self.drafter, planner.shape, lossless=lossless)

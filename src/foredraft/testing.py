@@ -397,8 +397,7 @@ class EnumeratedNoise:
     def race_order(self, p: Tensor, depths: Tensor, k: int) -> Tensor:
         """The winner of :meth:`race`, then the likeliest: any function of p and of the same noise will do."""
         winner = self.race(p, depths)
-        rest = p.scatter(2, winner[..., None], 2.0)
-        return rest.topk(k, -1).indices
+        return p.scatter(2, winner[..., None], 2.0).topk(k, -1).indices
 
     def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
         first = node.tolist() if isinstance(node, Tensor) else [node] * len(self.rows)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foredraft.detokenizer import Detokenizer
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer, name_of
+from foredraft.logits.logprobs import LogProbs
 from foredraft.models.support import input_device, unwrap
 from foredraft.preparation import pad
-
-if TYPE_CHECKING:
-    from foredraft.logits.logprobs import LogProbs
-    from foredraft.stats import Stats
+from foredraft.stats import Stats
 
 Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
 MAX_NEW_TOKENS = 256  # where neither the call nor the model's generation config says how many

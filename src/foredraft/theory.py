@@ -38,9 +38,9 @@ def calls(alpha: float, gamma: int, tokens: int) -> float:
     return tokens / expected_tokens(alpha, gamma)
 
 
-def best_gamma(alpha: float, c: float, most: int = LONGEST) -> int:
-    """γ of the largest speed-up, 0 where no draft pays, at most ``most``."""
-    return max(range(most + 1), key=lambda gamma: speedup(alpha, gamma, c))
+def best_gamma(alpha: float, c: float) -> int:
+    """γ of the largest speed-up, 0 where no draft pays, at most :data:`LONGEST`."""
+    return max(range(LONGEST + 1), key=lambda gamma: speedup(alpha, gamma, c))
 
 
 def below_one(alpha: float) -> float:

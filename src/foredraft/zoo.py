@@ -79,8 +79,7 @@ class Embedded:
     @property
     def figures(self) -> dict[str, Any]:
         """What was measured when it was made."""
-        found: dict[str, Any] = json.loads((self.path / "metrics.json").read_text(encoding="utf-8"))
-        return found
+        return json.loads((self.path / "metrics.json").read_text(encoding="utf-8"))
 
     @property
     def parameters(self) -> int:

@@ -86,7 +86,7 @@ def crossing(proposal: str, q: ProbabilityTable = Q, target: str = "target") -> 
     drafter = DraftModel("a table", siblings={"deterministic": "top-k"}.get(proposal, proposal))
     drafter._target = TableDraft(q)
     words = Vocabularies(Words(letters("target")), Words(letters("draft")), 3, 4)
-    drafter._foreign = Foreign(words, 3, torch.device("cpu"), torch.device("cpu"))
+    drafter.foreign = Foreign(words, 3, torch.device("cpu"), torch.device("cpu"))
     return drafter
 
 
@@ -172,9 +172,9 @@ def test_an_intersection_of_nothing_has_no_token_left():
     assert nothing.mass(torch.randn(2, 4)) == 0
     for rule, proposal, shape in (("rejection", "iid", "chain(2)"), ("match", "keyed", "chain(2)"), ("traversal", "iid", "product(2)")):
         drafter = crossing(proposal)
-        drafter._foreign.intersection, drafter._foreign.inside = nothing, torch.zeros(3, dtype=torch.bool)
+        drafter.foreign.intersection, drafter.foreign.inside = nothing, torch.zeros(3, dtype=torch.bool)
         assert law(rule, proposal, shape, 2, drafter=drafter) < 1e-9
-        assert drafter._foreign.readings == {}
+        assert drafter.foreign.readings == {}
 
 
 def test_several_tokens_of_one_meaning_add_up():
@@ -457,16 +457,16 @@ def test_what_is_written_is_what_the_draft_says_after_what_it_reads(monkeypatch)
 
 def test_auto_goes_by_the_mass_on_what_is_shared(caplog):
     same = speculator("byte-level", "byte-level", vocabulary="auto")
-    assert same.drafter._foreign is None
+    assert same.drafter.foreign is None
     for target, draft in (("byte-level", "unigram"), ("byte-level", "wordpiece")):
         caplog.clear()
         made = speculator(target, draft, vocabulary="auto")
-        mass = made.drafter._foreign.mass
-        assert made.drafter._foreign.by == ("intersection" if mass >= 0.75 else "text")
+        mass = made.drafter.foreign.mass
+        assert made.drafter.foreign.by == ("intersection" if mass >= 0.75 else "text")
         assert f"which have {mass:.0%} of its probability" in caplog.text
-        assert f"{made.drafter._foreign.by} (" in repr(made)
-        assert made.shape.is_chain or made.drafter._foreign.by == "intersection"
-    assert made.drafter._foreign.by == "text" and made.rule.name == "match"
+        assert f"{made.drafter.foreign.by} (" in repr(made)
+        assert made.shape.is_chain or made.drafter.foreign.by == "intersection"
+    assert made.drafter.foreign.by == "text" and made.rule.name == "match"
 
 
 def test_bad_choices_are_refused():
@@ -500,7 +500,7 @@ def test_rows_join_and_leave_and_share_beginnings(vocabulary):
                 texts[commit.slot][2].extend(commit.tokens)
         for prompt, count, found in texts.values():
             assert found == alone(model("byte-level"), prompt, max_new_tokens=count, eos_token_id=None)
-        assert made.drafter._foreign.readings == {}
+        assert made.drafter.foreign.readings == {}
 
 
 def test_it_takes_part_among_several():

@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
 
 from foredraft.auditing import exact, keyed, noise, statistical
 from foredraft.auditing.prompts import token_ids
 from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
 from foredraft.auditing.tally import Design
+from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.hub import named
 from foredraft.loading import name_of
+from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
+from foredraft.verification.base import Rule
 from foredraft.verification.match import Match
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-    from foredraft.drafters.base import Drafter
-    from foredraft.shapes import TreeShape
-    from foredraft.verification.base import Rule
 
 __all__ = ["AuditReport", "ExactPart", "ExactnessError", "KeyedPart", "NoisePart", "StatisticalPart", "audit"]
 

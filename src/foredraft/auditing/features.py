@@ -67,8 +67,10 @@ class Features:
         return torch.stack(features, 1)
 
     def directions(self, p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
-        """See :func:`directions`."""
-        return directions(p, q)
+        """Distributions ``[G, V]`` that may leak into the output, on the support of p: what kinds of bias the power is stated for."""
+        flat = torch.where(p > 0, p.clamp(min=FLOOR).sqrt(), 0)
+        found = {"the likeliest token": only_best(p), "a higher temperature": flat / flat.sum(-1, keepdim=True)}
+        return {"the draft's distribution": q, **found} if q is not None else found
 
     def _weights(self, index: int, rows: int) -> list[Tensor]:
         """``[G, 1]`` how feature ``index`` came out so many positions before."""
@@ -85,10 +87,3 @@ def half(vocab_size: int, device: torch.device) -> Tensor:
 
 def only_best(p: Tensor) -> Tensor:
     return torch.zeros_like(p).scatter_(1, p.argmax(-1, keepdim=True), 1.0)
-
-
-def directions(p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
-    """Distributions ``[G, V]`` that may leak into the output, on the support of p: what kinds of bias the power is stated for."""
-    flat = torch.where(p > 0, p.clamp(min=FLOOR).sqrt(), 0)
-    found = {"the likeliest token": only_best(p), "a higher temperature": flat / flat.sum(-1, keepdim=True)}
-    return {"the draft's distribution": q, **found} if q is not None else found

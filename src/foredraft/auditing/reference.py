@@ -51,8 +51,7 @@ class Reference:
         def capture(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any) -> Any:
             eos, others = split_criteria(read_lengths(stopping_criteria, input_ids.shape[1])[1])
             if others:
-                name = type(others[0]).__name__
-                raise ConfigurationError(f"audit does not support stopping criteria ({name}); leave them out")
+                raise ConfigurationError(f"audit does not support stopping criteria ({type(others[0]).__name__}); leave them out")
             return Reference(model, list(inputs), input_ids[0].tolist(), logits_processor, bool(generation_config.do_sample), eos)
 
         ids = torch.tensor([list(inputs)], device=model.device)
@@ -70,8 +69,7 @@ class Reference:
         model = self.model if model is None else model
         ids = torch.cat([torch.tensor(self.prompt, device=texts.device).expand(len(texts), -1), texts[:, :-1]], 1).to(model.device)
         keep = {"logits_to_keep": texts.shape[1]} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits: Tensor = model(**self._given(model, ids), use_cache=False, **keep).logits
-        return logits[:, -texts.shape[1] :]
+        return model(**self._given(model, ids), use_cache=False, **keep).logits[:, -texts.shape[1] :]
 
     @torch.inference_mode()
     def logits_in_steps(self, text: Sequence[int], width: int) -> Tensor:
@@ -104,8 +102,7 @@ class Reference:
 
     def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         """``[G, V]`` float32 processed ``logits`` ``[G, V]`` after the texts ``ids`` ``[G, L]``, prompt included."""
-        scores: Tensor = self.processors(ids, logits.to(torch.float32, copy=True))
-        return scores
+        return self.processors(ids, logits.to(torch.float32, copy=True))
 
     def distribution(self, ids: Tensor, logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
         """``[G, V]`` float32 distribution of the next token after ``ids`` ``[G, L]``."""

@@ -339,5 +339,4 @@ class AuditReport:
             if part is not None:
                 document[name]["passed"] = part.passed
         # JSON has no infinity: such numbers become the words "inf" and "nan"
-        cleaned: dict[str, Any] = json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
-        return cleaned
+        return json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from foredraft.errors import first_line
 from foredraft.models.cache import Window
+from foredraft.models.encoder_decoder import Source
 from foredraft.models.features import Features
 from foredraft.models.skips import SkipSet
 from foredraft.models.support import ModelFacts, is_half, tolerance
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.models.encoder_decoder import Source
 
 
 @dataclass(frozen=True, eq=False)

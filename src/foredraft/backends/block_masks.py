@@ -149,10 +149,7 @@ class TreeMask:
     def _block_mask(self, mask: Mask, partial: Tensor, listed: Tensor, full: Tensor, listed_full: Tensor) -> BlockMask:
         lists = [each[:, None].to(torch.int32).contiguous() for each in (partial, listed, full, listed_full)]
         made = BlockMask.from_kv_blocks(
-            lists[0],
-            lists[1],
-            lists[2],
-            lists[3],
+            *lists,
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=mask,
             seq_lengths=(self.padded.shape[1], self.span),
@@ -171,8 +168,7 @@ def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
     """The mask of ``tree`` after each row's prefix; ``positions`` from :meth:`Eager.positions`, of all nodes or of this pass's."""
     starts = torch.tensor(window.starts, dtype=torch.int32, device=positions.device) - window.before
     queries = positions[:, -window.nodes :]
-    size = queries_of(window.nodes)
-    padded = torch.cat([queries, queries[:, -1:].expand(-1, size - window.nodes)], 1).to(torch.int32)
+    padded = torch.cat([queries, queries[:, -1:].expand(-1, queries_of(window.nodes) - window.nodes)], 1).to(torch.int32)
     nodes = bits = None
     if not tree.chain:
         if tree.static_parents is not None:

@@ -147,8 +147,7 @@ def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
 
     @torch.inference_mode()
     def sample() -> Tensor:
-        logits: Tensor = facts.model(**given, use_cache=False).logits
-        return logits
+        return facts.model(**given, use_cache=False).logits
 
     return sample
 

@@ -197,8 +197,7 @@ class Buffers:
 
 def step(layer: nn.Module, cache: str, rest: dict[str, Any], keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor) -> Any:
     """One layer over ``rest``, the arguments other than the cache and the mask. This is what is compiled."""
-    held = Buffers(keys, values, slots, mask.shape[-1])
-    return type(layer).forward(layer, **rest, **{cache: held, "attention_mask": mask})
+    return type(layer).forward(layer, **rest, **{cache: Buffers(keys, values, slots, mask.shape[-1]), "attention_mask": mask})
 
 
 def compilable(x: Tensor, mask: Any, masks: bool) -> bool:

@@ -21,7 +21,7 @@ from foredraft.backends import narrow, native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
 from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
-from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places
+from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places, eps_of
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import BLOCK, NATIVE, Product
@@ -274,8 +274,7 @@ class DescribedModel(NativeModel):
                 name = type(self.layers[index]).__name__
                 times = f"{float(off / allowed):.1e} times what rounding explains"
                 return f"layer {index} ({name}) computes something else than its description says: it is off by {times}"
-        direct = Direct(model, self)
-        logits = direct.logits(run(self.embed(ids[0].reshape(-1), positions), None)).view(expected.shape)
+        logits = Direct(model, self).logits(run(self.embed(ids[0].reshape(-1), positions), None)).view(expected.shape)
         off = worst(logits.float() - expected.float(), dtype, routed=routed) / expected.float().abs().max().clamp(min=1e-6)
         return None if bool(off <= ROUNDING[dtype]) else f"the kernels gave logits that differ by {float(off):.1e} of their scale"
 
@@ -466,10 +465,6 @@ def activation_of(function: Any) -> int:
     if found is None:
         raise Unfit(f"its activation is {type(function).__name__}")
     return found
-
-
-def eps_of(norm: Any) -> float:
-    return float(next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)))
 
 
 def rope_types(base: Any) -> Any:

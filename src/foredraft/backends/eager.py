@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
-from foredraft.models.encoder_decoder import Decoder, SourcedCache
-from foredraft.models.features import picked
+from foredraft.models.encoder_decoder import Decoder, Encoded, Source, SourcedCache
+from foredraft.models.features import Features, picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
 from foredraft.models.paged_cache import PagedCache
@@ -29,10 +29,6 @@ from foredraft.models.positions import alibi_from, temperature_from, tuned_layer
 from foredraft.models.skips import Sublayers
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.models.encoder_decoder import Encoded, Source
-    from foredraft.models.features import Features
 
 
 class ModelCall:

@@ -149,8 +149,7 @@ class Mixture(Override):
         assert chosen is not None and scores is not None
         held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
         if held and (self.outdated or chosen.shape[-1] > native.MOST_CHOSEN):
-            original: Tensor = type(self.layer).forward(self.layer, hidden_states, chosen, scores)
-            return original
+            return type(self.layer).forward(self.layer, hidden_states, chosen, scores)
         x, ids, parts = hidden_states.contiguous(), chosen.long().contiguous(), scores.float().contiguous()
         out, threads = torch.zeros_like(x), torch.get_num_threads()
         about, tokens = native.Experts.from_buffer_copy(self.about), x.numel() // self.hidden

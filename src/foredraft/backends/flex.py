@@ -205,8 +205,7 @@ def attention_test(backend: Flexed) -> str | None:
     if facts.context is not None and facts.context < SMALLEST:
         return f"a context of {facts.context} tokens has no room for the test"
     try:
-        trial = Trial(backend, texts_of_test(facts))
-        tree = trial.tree()
+        tree = Trial(backend, texts_of_test(facts)).tree()
         for each in (tree, TokenTree.from_chain(tree.tokens)):
             given = ForwardPass(each, tree_window(each, backend.cache.lengths), each.tokens)
             expected = backend.plain(given).logits

@@ -176,8 +176,7 @@ class FusedLayer(Override):
         changed = self.outdated or (not isinstance(cache, TreeCache) and self._structure.changed)
         if position_embeddings is None or not plain or any(self._hooks) or changed:
             others |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-            original: Tensor = type(self.layer).forward(self.layer, hidden_states, **others)
-            return original
+            return type(self.layer).forward(self.layer, hidden_states, **others)
         attends, feeds = (not isinstance(self.layer._modules[name], LeftOut) for name in ("self_attn", "mlp"))
         if self.kernel is not None and isinstance(cache, TreeCache) and fits(attention_mask):
             return self.kernel(hidden_states, attention_mask, cache, position_embeddings, attends * ATTENTION + feeds * MLP)
@@ -203,8 +202,7 @@ class FusedLayer(Override):
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         if isinstance(cache, PagedCache) and cache.reader is not None:
-            attended: Tensor = cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling)
-            return self.output(attended.flatten(2))
+            return self.output(cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling).flatten(2))
         return self.output(self._attended(both[:, :, :queries], key, value, mask))
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,20 +16,18 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import experts, native
+from foredraft.backends.base import Part
 from foredraft.backends.products import NATIVE
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.changes import Override, hooks_of
+from foredraft.models.features import Features
 from foredraft.models.layers import Aside
+from foredraft.models.masks import MaskInputs
 from foredraft.models.page_stores import Kind
 from foredraft.models.pages import PAGE
-
-if TYPE_CHECKING:
-    from foredraft.backends.base import Part
-    from foredraft.models.features import Features
-    from foredraft.models.masks import MaskInputs
-    from foredraft.models.skips import SkipSet
+from foredraft.models.skips import SkipSet
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = (
@@ -102,8 +100,7 @@ class NativePass:
         """The one for passes over ``cache``."""
         if cache.scratch is None or cache.scratch.shared is not shared:
             cache.scratch = NativePass(shared)
-        found: NativePass = cache.scratch
-        return found
+        return cache.scratch
 
     def of(
         self, layer: Kernel, x: Tensor, window: Window, angles: tuple[Tensor, Tensor] | None, places: Places | None = None
@@ -261,8 +258,7 @@ class NativeModel(Override):
             return type(self.base).forward(self.base, input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
         assert input_ids is not None and position_ids is not None
         x = self.base.embed_tokens(input_ids)
-        out = self.run_over(x, position_ids, None, attention_mask, cache)
-        return BaseModelOutputWithPast(out, cache)
+        return BaseModelOutputWithPast(self.run_over(x, position_ids, None, attention_mask, cache), cache)
 
     @property
     def page_kinds(self) -> list[Kind]:
@@ -287,8 +283,7 @@ class NativeModel(Override):
     def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
         """``[R, 1, N, W]`` the mask of a tree's nodes for the kernels; ``built`` makes the model's own."""
         mask = built()
-        found: Tensor = mask if isinstance(mask, Tensor) else mask["full_attention"]
-        return found
+        return mask if isinstance(mask, Tensor) else mask["full_attention"]
 
     def finished(self, logits: Tensor) -> Tensor:
         """The model's logits, from what its LM head returns."""
@@ -378,8 +373,7 @@ class NativeModel(Override):
         """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
         tables = self.angles_by_position(x, needed)
         if tables is None:
-            angles: tuple[Tensor, Tensor] = self.base.rotary_emb(x, position_ids=positions)
-            return angles
+            return self.base.rotary_emb(x, position_ids=positions)
         return tables[0][positions], tables[1][positions]
 
     def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
@@ -406,8 +400,7 @@ class Direct:
 
     @property
     def head(self) -> nn.Module:
-        found: nn.Module = self.model.get_output_embeddings()
-        return found
+        return self.model.get_output_embeddings()
 
     @property
     def bias(self) -> Tensor | None:
@@ -509,3 +502,7 @@ def pointers(addresses: list[int]) -> Any:
 def fits(mask: Tensor | None) -> bool:
     """Whether the kernels can read ``mask``: one byte per node and slot, the same for every head."""
     return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1 and mask.stride(3) == 1)
+
+
+def eps_of(norm: Any) -> float:
+    return float(next(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)))

@@ -138,8 +138,7 @@ def integers(weight: Any) -> Tensor:
     """The integers that :func:`take` releases: int8 ``[N, K]`` for :func:`is_int8`; for groups uint8 ``[N, K * bits / 8]`` of unsigned
     numbers, the first weight in the lowest bits."""
     if not is_intx(weight):
-        found: Tensor = weight.qdata
-        return found
+        return weight.qdata
     bits = bits_of(weight)
     return bytes_from((weight.qdata.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits)
 

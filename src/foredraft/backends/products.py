@@ -145,8 +145,7 @@ class Product:
             return nn.functional.linear(x, self.packed, self.bias)
         if self.hint == NATIVE:
             return self._by_kernel(x.contiguous())
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def _by_kernel(self, x: Tensor) -> Tensor:
         if x.dtype != self.dtype:

@@ -48,8 +48,7 @@ class RollbackRow:
             if shared < len(self.live.tokens):
                 self.live.cut(shared)
         elif self.live is None or not begins(whole, self.live.tokens, limit):
-            usable = self.kept is not None and begins(whole, self.kept.tokens, limit)
-            self.live = self.kept if usable else None
+            self.live = self.kept if self.kept is not None and begins(whole, self.kept.tokens, limit) else None
         if self.live is None:
             self.live = State([], None)
         elif (self.live is self.kept or self.live.stored) and not self.live.can_be_cut:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.backends.base import Backend, ForwardPass, tree_window
 from foredraft.errors import UnsupportedModelError
@@ -15,9 +15,6 @@ from foredraft.models.cache import Window
 from foredraft.models.encoder_decoder import Source, some_source, uncounted
 from foredraft.models.support import ModelFacts, describe, is_half, is_routed, tolerance
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 SMALLEST = 32  # smallest context in which a test has room
 WINDOW = 512  # widest window that the self-test goes beyond

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends import native
-from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
+from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, eps_of, pointers
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import NATIVE
 from foredraft.device import end_waiting, one_thread
@@ -246,8 +246,7 @@ class SourcedModel(NativeModel):
     def about(
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
-        known = NativePass.over(cache, self.shared)
-        about = known.of(self.kernels[0], x, window, None, places)
+        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, None, places)
         self._point(about, cache, window)
         return about
 
@@ -282,8 +281,7 @@ class SourcedModel(NativeModel):
 def by_distance(attention: Any) -> Tensor:
     """``[heads, reach]`` the bias of ``attention`` by distance; longer distances count as the longest."""
     reach = attention.relative_attention_max_distance + 1
-    line: Tensor = type(attention).compute_bias(attention, 1, reach, past_seen_tokens=reach - 1)[0, :, 0]
-    return line.detach().flip(-1).float().contiguous()
+    return type(attention).compute_bias(attention, 1, reach, past_seen_tokens=reach - 1)[0, :, 0].detach().flip(-1).float().contiguous()
 
 
 def counts(table: Any) -> bool:
@@ -295,12 +293,5 @@ def by_position(table: Any, config: Any) -> Tensor:
     """``[positions, hidden]`` the position embeddings of ``table``."""
     if counts(table):
         line = torch.full((1, config.max_position_embeddings), 1 if table.padding_idx == 0 else 0)
-        counted: Tensor = type(table).forward(table, line)[0]
-        return counted
-    weight: Tensor = table.weight.detach()
-    return weight[getattr(table, "offset", 0) :]
-
-
-def eps_of(norm: Any) -> float:
-    found: float = norm.eps if isinstance(norm, nn.LayerNorm) else norm.variance_epsilon
-    return found
+        return type(table).forward(table, line)[0]
+    return table.weight.detach()[getattr(table, "offset", 0) :]

@@ -94,13 +94,14 @@ def audit_server(remote: Remote, given: dict[str, Any], as_json: options.JsonFil
     """Audit the server; ``given`` are options of :func:`foredraft.auditing.server.audit_server`."""
     check_extra("httpx", "serve", "--server")
     with Progress(f"asking {remote.server}") as progress:
-        from foredraft.cli import audit_server as auditing
+        from foredraft.auditing import server
+        from foredraft.cli.audit_server import lines
 
         asked = {"api_key": remote.api_key, "model": remote.model, "at_once": remote.at_once, "progress": progress.show}
-        report = auditing.run(str(remote.server), {**given, **asked})
+        report = server.audit_server(str(remote.server), **given, **asked)
         if as_json is not None:
             write_json(as_json, report.to_dict())
-    finish(auditing.lines(report), report.verdict)
+    finish(lines(report), report.verdict)
 
 
 def finish(lines: Iterable[str], verdict: str) -> None:

@@ -16,8 +16,7 @@ SHOWN = 3  # divergences
 
 def run(configuration: Configuration, prompts: Sequence[str] | None, parts: Sequence[str] | None, options: dict[str, Any]) -> AuditReport:
     """Audit what ``configuration`` describes; ``options`` are those of :func:`foredraft.audit`."""
-    tokenizer = load_tokenizer(configuration.target)
-    return audit(load_speculator(configuration, tokenizer), prompts=prompts, parts=parts, **options)
+    return audit(load_speculator(configuration, load_tokenizer(configuration.target)), prompts=prompts, parts=parts, **options)
 
 
 def lines(report: AuditReport) -> list[str]:

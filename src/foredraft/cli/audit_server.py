@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from typing import Any
 
-from foredraft.auditing.server import ServerReport, audit_server
+from foredraft.auditing.server import ServerReport
 from foredraft.cli.figures import counted
 
 SIGNS = {"ok": "ok", "fault": "FAULT", "not asked": "–"}
 INDENT, WIDTH = 6, 140
 SHOWN = 3  # differences
-
-
-def run(url: str, options: dict[str, Any]) -> ServerReport:
-    """Audit the server at ``url``; ``options`` are those of :func:`foredraft.auditing.server.audit_server`."""
-    return audit_server(url, **options)
 
 
 def lines(report: ServerReport) -> list[str]:
@@ -32,8 +26,7 @@ def lines(report: ServerReport) -> list[str]:
     ]
     width = max(len(check.name) for check in report.checks) + 2
     for check in report.checks:
-        mark = SIGNS[check.status]
-        found += hanging(f"{check.name:{width}}{mark:{INDENT}} ", check.found)
+        found += hanging(f"{check.name:{width}}{SIGNS[check.status]:{INDENT}} ", check.found)
         if check.power:
             found += hanging(" " * (width + INDENT + 1), check.power)
         for each in check.differences[1:SHOWN]:  # ``found`` has the first

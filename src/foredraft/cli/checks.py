@@ -28,8 +28,7 @@ def check(configuration: Configuration, candidates: Sequence[str] = (), *, encod
         UnsupportedModelError: the target is known not to work.
     """
     check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization, encoders=encoders)
-    options = configuration.drafter_options
-    check_drafter(configuration.drafter_name, options, encoders=encoders)
+    check_drafter(configuration.drafter_name, configuration.drafter_options, encoders=encoders)
     for each in candidates:
         check_drafter(each, {}, encoders=encoders)
     shape = None if configuration.shape in (None, "auto") else TreeShape.parse(configuration.shape)

@@ -112,8 +112,7 @@ def generate(
     model = load_model(target, dtype=dtype, device=pick_device(device, target), encoders=True)
     source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
     with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:
-        report = shown_by(progress)
-        count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=report)
+        count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=shown_by(progress))
     typer.echo(
         f"{out}: {counted(count.shards, 'shard')} made, {counted(count.rows, 'text')}, {counted(count.tokens, 'token')}, "
         f"{count.seconds:.0f} s"

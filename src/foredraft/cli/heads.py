@@ -94,8 +94,7 @@ def _loaded(source: str, to: str, target: str | None, dtype: str, revision: str 
             raise ConfigurationError(
                 f"{source} uses its target's LM head, which is written too, and does not say which target: add --target"
             )
-    model = None if target is None else load_model(target)
-    return checkpoints.load(source, model, dtype=wanted, revision=revision)
+    return checkpoints.load(source, None if target is None else load_model(target), dtype=wanted, revision=revision)
 
 
 @dataclass(frozen=True)

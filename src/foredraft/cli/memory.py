@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from foredraft.cli.checks import check_model, check_output
 from foredraft.cli.failures import write_json, writing
 from foredraft.cli.options import OUTPUT, Dtype, JsonFile, grouped, panel
 from foredraft.cli.progress import Progress
-from foredraft.cli.tables import add_row, console, new_table
+from foredraft.cli.tables import console, filled, in_markdown
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache_sizes import CacheSizes, LayerKind, in_words, parse_memory
 from foredraft.models.pages import PAGE
@@ -83,8 +83,8 @@ def memory(
             write_json(as_json, document(setting, found, room))
         if markdown is not None:
             with writing(markdown):
-                markdown.write_text("\n".join(map(in_markdown, tables)), encoding="utf-8")
-    console().print(Group(in_rich(tables[0]), "", in_rich(tables[1])), soft_wrap=True)
+                markdown.write_text("\n".join(in_markdown(*each) for each in tables), encoding="utf-8")
+    console().print(Group(filled(*tables[0]), "", filled(*tables[1])), soft_wrap=True)
 
 
 def memory_of(text: str | None) -> int | None:
@@ -170,17 +170,3 @@ def rows_table(setting: Setting, found: dict[str, CacheSizes], room: int | None)
                 line += [f"{each.fit:,}", f"{each.fit_windows:,}" if sizes.windowed else "–"]
             lines.append(line)
     return titles, lines
-
-
-def in_rich(table: Lines) -> RenderableType:
-    shown = new_table(*table[0])
-    for line in table[1]:
-        add_row(shown, *line)
-    return shown
-
-
-def in_markdown(table: Lines) -> str:
-    titles, lines = table
-    rule = ["---:" if each.startswith(">") else "---" for each in titles]
-    rows = [[each.removeprefix(">") for each in titles], rule, *([cell.replace("|", r"\|") for cell in line] for line in lines)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

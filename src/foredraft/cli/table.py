@@ -23,7 +23,7 @@ from foredraft.cli.alpha import between, chain_costs, measured
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Contest, Decoding
-from foredraft.cli.tables import add_row, new_table
+from foredraft.cli.tables import add_row, in_markdown, new_table
 from foredraft.cli.tune import after_prefill
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
@@ -155,8 +155,7 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
 
 def rule_of(setting: Setting, drafter: Drafter, gamma: int) -> str:
     """As asked for; else the paper's, where the drafter can draw from q. Greedy decoding has one rule in any case."""
-    papers = PAPERS if "iid" in drafter.proposals_for(TreeShape.chain(gamma)) else "auto"
-    return setting.rule or papers
+    return setting.rule or (PAPERS if "iid" in drafter.proposals_for(TreeShape.chain(gamma)) else "auto")
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------------
@@ -306,9 +305,7 @@ def document(setting: Setting, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    rule = ["---"] * len(NAMES) + ["---:"] * len(FIGURES)
-    rows = [[*NAMES, *FIGURES], rule, *([cell.replace("|", r"\|") for cell in line] for line in lines(cells))]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return in_markdown([*NAMES, *(f">{each}" for each in FIGURES)], lines(cells))
 
 
 def latex(cells: Sequence[Cell]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -93,3 +93,17 @@ def new_table(*titles: str) -> Table:
 def add_row(table: Table, *cells: str) -> None:
     """Cells are text, never markup."""
     table.add_row(*map(Text, cells))
+
+
+def filled(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> Table:
+    table = new_table(*titles)
+    for line in lines:
+        add_row(table, *line)
+    return table
+
+
+def in_markdown(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """The same table for a file."""
+    rule = ["---:" if each.startswith(">") else "---" for each in titles]
+    rows = [[each.removeprefix(">") for each in titles], rule, *([cell.replace("|", r"\|") for cell in line] for line in lines)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -19,7 +19,7 @@ from foredraft.cli.checks import check_extra, check_output
 from foredraft.cli.failures import write_json, writing
 from foredraft.cli.options import OUTPUT, JsonFile, grouped, panel
 from foredraft.cli.plots import Curve, Plot, Points, draw, text_of
-from foredraft.cli.tables import add_row, console, new_table
+from foredraft.cli.tables import console, filled
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_json
 
@@ -293,13 +293,13 @@ def chains(setting: Setting, lines: Sequence[dict[str, Any]]) -> RenderableType:
         + [f"{value:.2f}" for value in each["speedups"].values()]
         for each in lines
     )
-    return table([">α", ">γ", ">tokens per pass", ">calls", ">operations", *columns], cells)
+    return filled([">α", ">γ", ">tokens per pass", ">calls", ">operations", *columns], cells)
 
 
 def bests(setting: Setting, lines: Sequence[dict[str, Any]]) -> RenderableType:
     by_alpha = {alpha: [each for each in lines if each["alpha"] == alpha] for alpha in setting.alpha}
     cells = ([f"{alpha:g}", *(f"{each['gamma']}: {each['speedup']:.2f}" for each in own)] for alpha, own in by_alpha.items())
-    return table([">α", *(f">c {c:g}" for c in setting.c if c > 0)], cells)
+    return filled([">α", *(f">c {c:g}" for c in setting.c if c > 0)], cells)
 
 
 def cache(lines: Sequence[dict[str, Any]]) -> RenderableType:
@@ -309,7 +309,7 @@ def cache(lines: Sequence[dict[str, Any]]) -> RenderableType:
         + [f"{each['seconds']:,.2f}"]
         for each in lines
     )
-    return table(["", "cache", ">passes", ">tokens read by the target", ">by the draft", ">seconds"], cells)
+    return filled(["", "cache", ">passes", ">tokens read by the target", ">by the draft", ">seconds"], cells)
 
 
 def verified(lines: Sequence[dict[str, Any]]) -> RenderableType:
@@ -324,7 +324,7 @@ def verified(lines: Sequence[dict[str, Any]]) -> RenderableType:
         ]
         for each in lines
     )
-    return table(["rule", "draft drawn", ">token 0 comes first", "exact", ">accepted", ">accepted, p = q uniform over 100"], cells)
+    return filled(["rule", "draft drawn", ">token 0 comes first", "exact", ">accepted", ">accepted, p = q uniform over 100"], cells)
 
 
 def compared(lines: Sequence[dict[str, Any]]) -> RenderableType:
@@ -333,16 +333,9 @@ def compared(lines: Sequence[dict[str, Any]]) -> RenderableType:
         + [f"{each[name]:.2f} / {each['predicted'][name]:.2f}" for name in ("tokens_per_pass", "speedup", "operations")]
         for each in lines
     )
-    return table(["draft", "task", ">γ", ">α", ">c", ">tokens per pass", ">speed-up", ">operations"], cells)
+    return filled(["draft", "task", ">γ", ">α", ">c", ">tokens per pass", ">speed-up", ">operations"], cells)
 
 
 def fraction(value: float) -> str:
     simple = Fraction(value).limit_denominator(100)
     return f"{simple} = {value:.4f}" if abs(simple - value) < 1e-9 else f"{value:.4f}"
-
-
-def table(titles: Sequence[str], lines: Any) -> RenderableType:
-    made = new_table(*titles)
-    for cells in lines:
-        add_row(made, *cells)
-    return made

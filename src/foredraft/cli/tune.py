@@ -102,8 +102,7 @@ class Candidate:
         return self.pick == "chain(0)" or not self.low <= 1 <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        own = {"measured": self.measured, "measured_over_predicted": self.measured / self.predicted, "sure": self.sure}
-        return {**vars(self), **own}
+        return {**vars(self), "measured": self.measured, "measured_over_predicted": self.measured / self.predicted, "sure": self.sure}
 
 
 @dataclass

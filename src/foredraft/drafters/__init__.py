@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigurationError, unknown
-from foredraft.registry import Entry, entry, load
+from foredraft.registry import Entry, entry
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
@@ -52,7 +53,7 @@ def find(name: str) -> type[Drafter]:
     Raises:
         ConfigurationError: no such drafter; the message lists those there are.
     """
-    return load(describe(name).home)
+    return resolve_name(describe(name).home)
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:

@@ -12,7 +12,6 @@ import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +141,16 @@ class Datastore:
         """Where ``text``, of ``SORTED`` tokens at most, occurs."""
         if not 0 <= text[0] < self.vocab_size:
             return None
-        first, last = int(self._starts_view[text[0]]), int(self._starts_view[text[0] + 1])
-        wanted, length, tokens = list(text), len(text), self._tokens_view
+        first, last = self.starts[text[0] : text[0] + 2].tolist()
+        wanted, length, tokens, suffixes = list(text), len(text), self.tokens.data, self.suffixes.data
 
         def at(position: int) -> list[int]:
             return tokens[position : position + length].tolist()
 
-        first = bisect_left(self._suffixes_view, wanted, first, last, key=at)
-        if first == last or at(self._suffixes_view[first]) != wanted:
+        first = bisect_left(suffixes, wanted, first, last, key=at)
+        if first == last or at(suffixes[first]) != wanted:
             return None
-        return Found(length, first, bisect_right(self._suffixes_view, wanted, first, last, key=at))
+        return Found(length, first, bisect_right(suffixes, wanted, first, last, key=at))
 
     def followers(self, found: Found, depth: int, most: int) -> NDArray[Any]:
         """``[k, d]`` the ``depth`` tokens at most that followed ``most`` occurrences at most, spread evenly over all; rows in order."""
@@ -159,18 +158,6 @@ class Datastore:
         entries = found.first + np.arange(count, dtype=np.int64) * found.count // count
         begin = self.suffixes[entries].astype(np.int64) + found.length
         return np.asarray(self.tokens[np.minimum(begin[:, None] + np.arange(depth), len(self.tokens) - 1)])
-
-    @cached_property
-    def _tokens_view(self) -> memoryview:
-        return self.tokens.data
-
-    @cached_property
-    def _suffixes_view(self) -> memoryview:
-        return self.suffixes.data
-
-    @cached_property
-    def _starts_view(self) -> memoryview:
-        return self.starts.data
 
 
 def most_frequent(trie: Trie, followers: NDArray[Any], stop: int, *, budget: int, chain: bool) -> None:

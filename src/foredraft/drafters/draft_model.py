@@ -12,10 +12,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.backends.eager import Eager
 from foredraft.device import to_device
@@ -34,9 +35,6 @@ from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +103,7 @@ class DraftModel(LearningDrafter):
         if vocabulary == "text" and siblings not in ("auto", "top-k"):
             raise ConfigurationError(f"a draft by text has no siblings {siblings!r}: leave siblings out, or take vocabulary='intersection'")
         self.vocabulary, self._tokenizer = vocabulary, tokenizer
-        self._foreign: Foreign | None = None  # where the tokenizer is not the target's
+        self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
         self._smaller = False
@@ -119,11 +117,6 @@ class DraftModel(LearningDrafter):
             raise ConfigurationError("this draft model is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._target
 
-    @property
-    def foreign(self) -> Foreign | None:
-        """How it drafts across vocabularies, where its tokenizer is not the target's."""
-        return self._foreign
-
     def bind(self, target: Target) -> None:
         draft = self.source
         if isinstance(draft, str):
@@ -134,14 +127,14 @@ class DraftModel(LearningDrafter):
             draft, given_states = with_encoder_of(target.model, unwrap(draft)), True
         self._states = target if given_states else None
         self._check_encoders(target, unwrap(draft))
-        self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary, self.template)
-        if self._foreign is None and target.sourced and len({start_of(target.model), start_of(unwrap(draft))} - {None}) > 1:
+        self.foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary, self.template)
+        if self.foreign is None and target.sourced and len({start_of(target.model), start_of(unwrap(draft))} - {None}) > 1:
             raise ConfigurationError(
                 f"the target's texts start with token {start_of(target.model)}, and those of the draft {name_of(unwrap(draft))} with "
                 f"{start_of(unwrap(draft))}; pass vocabulary='intersection'"
             )
         owned = isinstance(self.source, str)
-        if self.learn is not None and self._foreign is not None:
+        if self.learn is not None and self.foreign is not None:
             raise ConfigurationError("a draft with another tokenizer than the target's cannot learn from it: leave learn out")
         if self.learn is not None:
             draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
@@ -150,12 +143,12 @@ class DraftModel(LearningDrafter):
             draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait, cache_memory=None
         )
         self.info = replace(self.info, draft_model=self._target)
-        if self._foreign is not None:
-            log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self._foreign)
-            if self._foreign.by == "text":
+        if self.foreign is not None:
+            log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self.foreign)
+            if self.foreign.by == "text":
                 self.offer = offered("auto", WRITTEN)
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
-        self._loops = () if self._foreign is not None else draft_loops(self._target)
+        self._loops = () if self.foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def _check_encoders(self, target: Target, draft: PreTrainedModel) -> None:
@@ -182,7 +175,7 @@ class DraftModel(LearningDrafter):
 
     def facts(self, *, all: bool = False) -> dict[str, Any]:
         facts = super().facts(all=all)
-        return facts if self._foreign is None else {**facts, "vocabulary": self._foreign}
+        return facts if self.foreign is None else {**facts, "vocabulary": self.foreign}
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
@@ -190,7 +183,7 @@ class DraftModel(LearningDrafter):
     def refusal(self, shape: TreeShape) -> str | None:
         if shape.is_chain:
             return None
-        if self._foreign is not None and self._foreign.by == "text":
+        if self.foreign is not None and self.foreign.by == "text":
             return f"a draft by text is a chain; use shape='chain({shape.depth})' or the option vocabulary='intersection'"
         if self.model.chains_only:
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
@@ -200,7 +193,7 @@ class DraftModel(LearningDrafter):
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
-        own = rows if self._foreign is None else self._foreign.begin(rows)
+        own = rows if self.foreign is None else self.foreign.begin(rows)
         reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
         self.model.open([row.ids for row in own], reserve=reserve, sources=self._sources(rows), isolations=isolations, at_once=False)
         super().begin(rows)
@@ -211,7 +204,7 @@ class DraftModel(LearningDrafter):
         """What the draft model reads for ``rows``, where it has an encoder."""
         given = [row.source for row in rows if row.source is not None and self.template is None]
         if self._states is None:
-            return [each.read_anew() if self._foreign is None else self._foreign.source(each) for each in given]
+            return [each.read_anew() if self.foreign is None else self.foreign.source(each) for each in given]
         assert isinstance(self._states.backend, Eager)
         encoded, dtype = self._states.backend.encoded(given), self.model.model.dtype
         return [Source({}, each.states[None].to(dtype), each.source.ids) for each in encoded]
@@ -223,10 +216,10 @@ class DraftModel(LearningDrafter):
         if depth < 1:
             return TokenTree.root(request.roots())
         self.expected_accepted, chain = None, request.shape.is_chain
-        inside = None if self._foreign is None else self._foreign.inside
+        inside = None if self.foreign is None else self.foreign.inside
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
-        if self._foreign is not None and self._foreign.by == "text":
-            return self._write(request, own, self._foreign)
+        if self.foreign is not None and self.foreign.by == "text":
+            return self._write(request, own, self.foreign)
         self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
         by_level = self._grown is None
         if self._grown is None and chain:
@@ -271,21 +264,21 @@ class DraftModel(LearningDrafter):
 
     def _own(self, rows: Sequence[Row]) -> Sequence[Row]:
         """``rows`` in this model's tokens, its cache cut back to where these are still the same."""
-        if self._foreign is None:
+        if self.foreign is None:
             return rows
-        own, same = self._foreign.follow(rows)
+        own, same = self.foreign.follow(rows)
         self.model.rewind([min(pair) for pair in zip(self.model.lengths, same)])
         return own
 
     def _known(self, tokens: Tensor) -> Tensor:
         """This model's tokens for the target's; one that only the target's padding knows is fed as another."""
-        if self._foreign is not None:
-            return self._foreign.known[tokens]
+        if self.foreign is not None:
+            return self.foreign.known[tokens]
         return tokens.clamp(max=self.model.vocab_size - 1) if self._smaller else tokens
 
     def _said(self, logits: Tensor) -> Tensor:
         """This model's ``logits`` at the target's tokens."""
-        return logits if self._foreign is None else self._foreign.intersection.scattered(logits)
+        return logits if self.foreign is None else self.foreign.intersection.scattered(logits)
 
     def _expand(self, rows: Sequence[Row]) -> Expand:
         """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken
@@ -306,7 +299,7 @@ class DraftModel(LearningDrafter):
     def _after(self, rows: Sequence[Row], roots: Tensor) -> Tensor:
         """``[R, V]`` logits after each row's text, whatever this cache lacks of it: mostly the root alone."""
         if all(len(row.ids) == length + 1 for row, length in zip(rows, self.model.lengths)):
-            return self._feed(self._known(roots) if self._foreign is None else to_device([row.ids[-1] for row in rows], roots.device))
+            return self._feed(self._known(roots) if self.foreign is None else to_device([row.ids[-1] for row in rows], roots.device))
         return self.model.prefill([row.ids for row in rows], first=0)
 
     def _feed(self, tokens: Tensor) -> Tensor:
@@ -317,10 +310,10 @@ class DraftModel(LearningDrafter):
         """Keep what was accepted of what was seen; the text but for its last token is the longest beginning that counts."""
         if self._grown is not None:
             self._commit(self._grown, feedback)
-        if self._foreign is not None:
+        if self.foreign is not None:
             if self._grown is not None or self._begun:
-                if self._foreign.by != "text":
-                    self._foreign.drafted(rows, feedback)
+                if self.foreign.by != "text":
+                    self.foreign.drafted(rows, feedback)
                 self._own(rows)
             self._grown, self._begun = None, []
             return
@@ -364,8 +357,8 @@ class DraftModel(LearningDrafter):
         self.model.commit(path.to(self.model.device), kept)
 
     def end(self, rows: Sequence[Row]) -> None:
-        if self._foreign is not None:
-            self._foreign.end({row.slot for row in rows})
+        if self.foreign is not None:
+            self.foreign.end({row.slot for row in rows})
         super().end(rows)
 
     def _keep(self, rows: list[int]) -> None:
@@ -376,8 +369,8 @@ class DraftModel(LearningDrafter):
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
-        if self._foreign is not None:
-            self._foreign.readings.clear()
+        if self.foreign is not None:
+            self.foreign.readings.clear()
 
     def follow(self) -> int:
         self.model.follow()

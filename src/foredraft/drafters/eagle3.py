@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,12 +31,9 @@ from foredraft.models.masks import MaskInputs
 from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
-from foredraft.target.prefixes import Texts
+from foredraft.target import Target
+from foredraft.target.prefixes import Companion, Texts
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
-    from foredraft.target.prefixes import Companion
 
 AT_ONCE = 2048  # tokens of a prompt that are read together
 FEW = 16  # tokens per row that a kernel reads whole, though only the last one of each row is asked about

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.hub import named
 from foredraft.quantization import check_quantization, quantize_linear_layers
 from foredraft.shapes import StaticShape, TreeShape
+from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 
 class HeadDrafter(LearningDrafter):
@@ -121,14 +119,10 @@ class HeadDrafter(LearningDrafter):
             head=head,
             features=head.features,
             catches_up=not head.features,
-            max_depth=self._max_depth(),
+            max_depth=getattr(head.config, "heads", None),
             rates=head.config.accuracies,
             calibrated=tree if isinstance(tree, StaticShape) else None,
         )
-
-    def _max_depth(self) -> int | None:
-        """How many levels the head can draft."""
-        return None
 
     def _load(self, source: str | None, target: Target) -> Head:
         """The head at ``source``, or the one that is embedded for the target."""
@@ -229,8 +223,7 @@ def copied(head: AnyHead) -> AnyHead:
     other.load_state_dict({name: value.detach().clone() for name, value in head.state_dict().items()}, assign=True)
     if isinstance(head, VocabularyHead):
         other.log_odds = head.log_odds
-    made: AnyHead = other.eval()
-    return made
+    return other.eval()
 
 
 class Levels:

@@ -8,7 +8,6 @@ from torch import Tensor
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import Expand
 from foredraft.drafters.heads import HeadDrafter, Levels
-from foredraft.heads.hydra import HydraHead
 from foredraft.tree import TokenTree
 
 
@@ -16,10 +15,6 @@ class Hydra(HeadDrafter):
     __doc__ = HeadDrafter.__doc__
     name = kind = "hydra"
     summary = "heads on the target's last hidden state that also read the tokens drafted so far; chains and trees"
-
-    def _max_depth(self) -> int | None:
-        head: HydraHead = self.head
-        return head.config.heads
 
     def _expand(self, request: DraftRequest) -> Expand:
         assert self._hidden is not None
@@ -32,7 +27,6 @@ class Hydra(HeadDrafter):
             if first:  # [R, n, k + 1] tokens from the root down
                 newest = torch.cat([paths.gather(1, above[..., None].expand(-1, -1, paths.shape[2])), newest], 2)
             paths = newest
-            logits: Tensor = self.head(hidden[:, None].expand(-1, newest.shape[1], -1), paths)
-            return logits
+            return self.head(hidden[:, None].expand(-1, newest.shape[1], -1), paths)
 
         return expand

@@ -21,7 +21,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,10 +30,8 @@ from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError, whole
 from foredraft.logits.sampler import widened
 from foredraft.shapes import TreeShape
+from foredraft.target import Target
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 SIZES = {"cpu": (5, 4, 5), "cuda": (15, 5, 15)}  # W, N and G by default: where nodes cost what they weigh, and the paper's for a GPU
 SHIFTS = ("align", "stay")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from foredraft.heads.base import Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import PATH, REACH, REMEMBERED, NgramLogOdds, mix_in_text
 from foredraft.logits.sampler import fit_vocabulary
+from foredraft.target import Target
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 SUCCESSORS = ("auto", "stored", "off")
@@ -62,10 +60,6 @@ class Medusa(HeadDrafter):
             raise ConfigurationError(f"drafter {self.name!r}: successors must be {', '.join(SUCCESSORS)}; got {successors!r}")
         self.successors = successors
         self._texts: dict[int, Latest] = {}  # by slot
-
-    def _max_depth(self) -> int | None:
-        head: MedusaHead = self.head
-        return head.config.heads
 
     def bind(self, target: Target) -> None:
         super().bind(target)

@@ -75,8 +75,7 @@ def kept_paths(feedback: Feedback) -> list[list[int]]:
     """The nodes kept per row, root first."""
     if feedback.path is None:
         return [list(range(count + 1)) for count in feedback.accepted]
-    nodes: list[list[int]] = feedback.path.tolist()
-    return [path[: count + 1] for path, count in zip(nodes, feedback.accepted)]
+    return [path[: count + 1] for path, count in zip(feedback.path.tolist(), feedback.accepted)]
 
 
 def own_feedback(part: Part, feedback: Feedback, paths: Sequence[Sequence[int]]) -> Feedback:

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +27,8 @@ from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
 from foredraft.shapes import TreeShape
+from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
 LIKELY = replace(SHARED, chains=("deterministic", "keyed", "iid", "without-replacement"))  # of few counts, which are no good q

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
 from foredraft.errors import ConfigurationError
 from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.target import Target
+from foredraft.target.prefixes import Companion
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
-    from foredraft.target.prefixes import Companion
 
 SUITS_MATCH: tuple[Proposal, ...] = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
@@ -206,5 +204,4 @@ def _made(given: str | Drafter | tuple[str, dict[str, Any]]) -> Drafter:
     if isinstance(given, Drafter):
         return given
     name, options = (given, {}) if isinstance(given, str) else given
-    drafter: Drafter = drafters.create(name, options)
-    return drafter
+    return drafters.create(name, options)

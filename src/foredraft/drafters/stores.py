@@ -124,8 +124,7 @@ def tokens_of(path: Path, tokenizer: Tokenizer | None) -> Sequence[int]:
         raise ConfigurationError(f"there is no file {str(path)!r} to draft from")
     if tokenizer is None:
         raise ConfigurationError(f"drafting from the text {str(path)!r} takes drafter_options={{'tokenizer': ...}}")
-    encode: Tokenizer = getattr(tokenizer, "encode", tokenizer)
-    return encode(read_text(path))
+    return getattr(tokenizer, "encode", tokenizer)(read_text(path))
 
 
 def refuse_another_tokenizer(what: str, vocab_size: int | None, made_with: str | None, target: Target) -> None:

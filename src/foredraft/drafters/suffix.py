@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +28,8 @@ from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.shapes import DynamicShape
+from foredraft.target import Target
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 PAST = 6.0  # of the escape in past texts, which are less like a text than it is itself
 CAPACITY = 1 << 20

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,10 +24,8 @@ from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError, whole
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+from foredraft.target import Target
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 K = 8  # successors of a token that are remembered
 FILE = FileFormat("foredraft token-recycling", "1", "a token-recycling matrix", "TokenRecycling.save", ("successors",))

@@ -13,10 +13,11 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.device import to_device
 from foredraft.drafters.base import Feedback, Row
@@ -24,11 +25,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.grammars import token_bytes
 from foredraft.loading import name_of, tokenizer_of, vocabulary_difference
 from foredraft.models.encoder_decoder import Source, start_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.target import Target
+from foredraft.target import Target
 
 VOCABULARIES = ("auto", "intersection", "text")
 SOURCE, TEXT = "{source}", "{text}"  # in a template

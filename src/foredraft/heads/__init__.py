@@ -32,5 +32,4 @@ def find(kind: str) -> type[Head]:
     """
     if kind not in REGISTRY:
         raise unknown("unknown kind of head", kind, REGISTRY)
-    made: type[Head] = resolve_name(REGISTRY[kind])
-    return made
+    return resolve_name(REGISTRY[kind])

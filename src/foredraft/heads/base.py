@@ -12,19 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.models.features import LAST
 from foredraft.models.identity import TargetShape, refuse_another_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.skips import SkipSet
-
+from foredraft.models.skips import SkipSet
 
 BUFFER, EMBEDDINGS, LM_HEAD, LM_HEAD_BIAS = "buffer.", "embeddings", "lm_head.weight", "lm_head.bias"  # names of what is frozen
 

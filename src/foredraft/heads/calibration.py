@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from foredraft import shapes
 from foredraft.errors import ConfigurationError
@@ -24,13 +24,9 @@ from foredraft.heads.losses import AT_ONCE, before
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.models.encoder_decoder import Source
 from foredraft.models.features import features_of_texts
 from foredraft.shapes import Path, StaticShape, TreeShape
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.encoder_decoder import Source
 
 RANKS = 10  # guesses of a head that are looked at
 
@@ -43,14 +39,12 @@ class Calibration:
         accuracies: ``accuracies[k][i]`` says how often the i-th guess of head k was right.
         tree: the tree with the most expected tokens per cost, of at least one node.
         expected: the acceptance length that it promises.
-        gain: its expected tokens per cost, in those of no draft at all: at most 1 where drafting does not pay.
         tokens: how many tokens the first head was asked for.
     """
 
     accuracies: tuple[tuple[float, ...], ...]
     tree: StaticShape
     expected: float
-    gain: float
     tokens: int
 
     def store(self, head: VocabularyHead) -> None:
@@ -74,8 +68,8 @@ def calibrate(
     Args:
         head, target: fitting each other.
         texts: token ids.
-        cost: of a round that verifies so many drafted nodes, the root not counted, the draft included; 0 is a round without a draft. In any
-            unit, such as the seconds of :func:`foredraft.planning.tree_costs.tree_costs`.
+        cost: of a round that verifies so many drafted nodes, the root not counted, the draft included. In any unit,
+            such as the seconds of :func:`foredraft.planning.tree_costs.tree_costs`.
         most_nodes: of the tree.
         answers: per text, the number of its first token that counts; all but the first count unless given.
         sources: what the target's encoder reads for each text, if it has one.
@@ -89,8 +83,7 @@ def calibrate(
     if not tokens:
         raise ConfigurationError("the texts are too short for the head to predict a token; pass longer texts")
     accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in measured)
-    tree, expected, gain = best_tree(accuracies, cost, most_nodes)
-    return Calibration(accuracies, tree, expected, gain, tokens)
+    return Calibration(accuracies, *best_tree(accuracies, cost, most_nodes), tokens)
 
 
 @torch.inference_mode()
@@ -141,8 +134,8 @@ def _batches(
 # -- trees --------------------------------------------------------------------------------------------------------------------
 
 
-def best_tree(accuracies: Sequence[Sequence[float]], cost: Callable[[int], float], most_nodes: int) -> tuple[StaticShape, float, float]:
-    """The tree with the most expected tokens per cost, its expected acceptance length, and its tokens per cost over those of no draft."""
+def best_tree(accuracies: Sequence[Sequence[float]], cost: Callable[[int], float], most_nodes: int) -> tuple[StaticShape, float]:
+    """The tree with the most expected tokens per cost, and its expected acceptance length."""
     paths, expected = [], [1.0]
     for path, probability in likeliest_nodes(accuracies, most_nodes):
         paths.append(path)
@@ -150,9 +143,8 @@ def best_tree(accuracies: Sequence[Sequence[float]], cost: Callable[[int], float
     if not paths:
         raise ConfigurationError("no guess of the head was right on these texts, so no tree helps; train the head on similar texts")
     nodes = max(range(1, len(expected)), key=lambda count: expected[count] / cost(count))
-    gain = expected[nodes] / cost(nodes) * cost(0)
     chain = all(rank == 0 for path in paths[:nodes] for rank in path)
-    return TreeShape.chain(nodes) if chain else TreeShape.paths(paths[:nodes]), expected[nodes], gain
+    return TreeShape.chain(nodes) if chain else TreeShape.paths(paths[:nodes]), expected[nodes]
 
 
 def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:

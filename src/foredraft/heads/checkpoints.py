@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft import heads, zoo
 from foredraft.errors import ConfigurationError, first_line
@@ -33,9 +34,6 @@ from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.hub import on_this_machine
 from foredraft.loading import parse_dtype
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LOG_ODDS = "successors/table.safetensors"
 
@@ -213,8 +211,7 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     """:func:`load` for a folder."""
     stored = read(folder)
     format = formats.recognise(stored)
-    contents = format.read(stored, model)
-    head = _made(contents, format, stored.where)
+    head = _made(format.read(stored, model), format, stored.where)
     if isinstance(head, VocabularyHead):
         head.log_odds = read_log_odds(folder)
         if head.log_odds is not None and head.log_odds.vocab_size != head.config.target.vocab_size:

@@ -14,10 +14,11 @@ head's own states from there on. Names and layout of the tensors are the publish
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import EMBEDDINGS, Batch, Head, HeadConfig, Losses, embeddings_of, lm_head_rows, refuse_unknown_options
@@ -25,9 +26,6 @@ from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.heads.eagle3_loss import ahead, attend, divergence
 from foredraft.models.identity import TargetShape, shape_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 INITIAL = 0.02  # standard deviation of fresh weights
 

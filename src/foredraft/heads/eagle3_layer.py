@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from foredraft.backends import native
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.products import NATIVE, Product, Rows
+from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.quantization import quantized
-
-if TYPE_CHECKING:
-    from foredraft.heads.eagle3_config import Eagle3Config
 
 MATRICES = ("fc", "o", "gate_up", "down", "lm_head")
 ELSEWHERE = -1e30  # a logit outside the draft vocabulary: probability 0 exactly, unless the processors leave nothing else
@@ -176,8 +174,7 @@ class Layer:
         logits = self.logits(normed)
         if self.ids is None:
             return logits
-        everywhere = logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), ELSEWHERE)
-        return everywhere.index_copy_(-1, self.ids, logits)
+        return logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), ELSEWHERE).index_copy_(-1, self.ids, logits)
 
 
 class Rotary:

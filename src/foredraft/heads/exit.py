@@ -8,22 +8,19 @@ values are in the target's cache already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
 from foredraft.models.identity import shape_of
 from foredraft.models.skips import SkipSet
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WIDTH = 2  # numbers inside the correction, by default, over the hidden size
 
@@ -109,8 +106,7 @@ class ExitHead(Head):
         """``[..., V]`` logits after states ``[..., d]`` of layer ``exit``, or of a pass without :attr:`skip`."""
         if not self._lm_head:
             raise ConfigurationError("an exit head shares the target's LM head: call head.attach(model) first")
-        logits: Tensor = self._lm_head[0](self._readable(hidden))
-        return logits
+        return self._lm_head[0](self._readable(hidden))
 
     def _readable(self, hidden: Tensor) -> Tensor:
         """What the LM head reads, ``[..., d]``."""
@@ -118,8 +114,7 @@ class ExitHead(Head):
         if not self.config.attention:
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         x = wide.to(self.norm.dtype) * self.norm
-        corrected: Tensor = x + self.up(functional.silu(self.down(x)))
-        return corrected
+        return x + self.up(functional.silu(self.down(x)))
 
     def loss(self, batch: Batch) -> Losses:
         """Cross-entropy with the target's own distribution at the same place; ``agreement`` is how often both have the same likeliest
@@ -134,8 +129,7 @@ class ExitHead(Head):
         count = max(len(places), 1)
         if not len(places):  # the gradient is zero, and there is one
             total = total + 0 * sum(parameter.sum() for parameter in self.parameters())
-        parts: Mapping[str, Tensor] = {"agreement": right / count}
-        return Losses(total / count, parts, torch.tensor(float(len(places)), device=total.device))
+        return Losses(total / count, {"agreement": right / count}, torch.tensor(float(len(places)), device=total.device))
 
 
 def final_norm(model: PreTrainedModel) -> Tensor:

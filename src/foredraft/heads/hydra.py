@@ -41,8 +41,7 @@ class HydraBlock(nn.Module):
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """``[..., d]`` from ``hidden`` ``[..., d]`` and the embeddings of n tokens, ``[..., n * e]``."""
-        further: Tensor = self.rest(hidden + functional.silu(self.first(torch.cat([hidden, embedded], -1))))
-        return further
+        return self.rest(hidden + functional.silu(self.first(torch.cat([hidden, embedded], -1))))
 
 
 class HydraHead(VocabularyHead):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
@@ -22,9 +23,6 @@ from foredraft.heads.medusa import MedusaConfig
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.inflation import FREE
 from foredraft.models.identity import TargetShape, shape_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @torch.no_grad()

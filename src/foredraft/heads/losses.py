@@ -104,8 +104,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """-Σ p log softmax(logits) with p = softmax(target), summed over the rows of ``[m, V]``; float32, a gradient for ``logits`` only."""
-    loss: Tensor = _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
-    return loss
+    return _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
 
 
 def _rows_at_once(project: Callable[[Tensor], Tensor], states: Tensor) -> int:

@@ -71,6 +71,7 @@ class RnnHead(VocabularyHead):
     """
 
     kind = "rnn"
+    lm_head_count = 1
     config: RnnConfig
     config_class = RnnConfig
 
@@ -85,10 +86,6 @@ class RnnHead(VocabularyHead):
     @property
     def features(self) -> tuple[int, ...]:
         return (LAST,) if self.config.hidden_states else ()
-
-    @property
-    def lm_head_count(self) -> int:
-        return 1
 
     @classmethod
     def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
@@ -106,10 +103,8 @@ class RnnHead(VocabularyHead):
     def begin(self, hidden: Tensor | None, rows: int) -> Tensor:
         """``[M, state_size]`` before the root is read, from ``hidden`` ``[M, d]``, or zeros for so many ``rows``."""
         if self.start is None or hidden is None:
-            like = self.out.weight
-            return like.new_zeros(rows, self.config.state_size)
-        state: Tensor = self.start(hidden.to(self.dtype))
-        return state
+            return self.out.weight.new_zeros(rows, self.config.state_size)
+        return self.start(hidden.to(self.dtype))
 
     def read(self, tokens: Tensor, state: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Outputs ``[M, T, width]`` after each of ``tokens`` ``[M, T]``, and the state ``[M, state_size]`` after the last one, or after

@@ -130,6 +130,7 @@ class VocabularyHead(Head):
     """
 
     log_odds: NgramLogOdds | None = None
+    lm_head_count = 0  # where they are its own; 0 for one per prediction
 
     config: VocabularyConfig
     config_class: ClassVar[type[VocabularyConfig]]
@@ -141,7 +142,8 @@ class VocabularyHead(Head):
         size, vocabulary, bias = config.target.hidden_size, config.target.vocab_size, config.lm_head_bias
         with torch.device("meta"):
             if config.lm_head == "own":
-                self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=bias) for _ in range(self.lm_head_count))
+                count = self.lm_head_count or config.predictions
+                self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=bias) for _ in range(count))
             elif config.lm_head == "low-rank":
                 self.down = nn.Linear(size, config.rank, bias=False)
                 self.up = nn.Linear(config.rank, vocabulary, bias=bias)
@@ -158,11 +160,6 @@ class VocabularyHead(Head):
         head.attach(model)
         return head
 
-    @property
-    def lm_head_count(self) -> int:
-        """How many LM heads it has where they are its own."""
-        return self.config.predictions
-
     def attach(self, model: PreTrainedModel) -> None:
         self._lm_head = (model.get_output_embeddings(),)
         self._embeddings = (embeddings_of(model),)
@@ -174,14 +171,12 @@ class VocabularyHead(Head):
     def embed(self, ids: Tensor) -> Tensor:
         """The target's embeddings of ``ids``, frozen."""
         with torch.no_grad():
-            embedded: Tensor = self._shared(self._embeddings, "embeddings")(ids)
-        return embedded.to(self.dtype)
+            return self._shared(self._embeddings, "embeddings")(ids).to(self.dtype)
 
     def logits(self, states: Tensor, k: int) -> Tensor:
         """``[..., V]`` of head ``k`` from what comes out of its own layers, ``[..., d]``."""
         if self.config.lm_head == "own":
-            lm_head: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
-            return lm_head
+            return self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
         return self._together(states)
 
     def guessed(self, states: Tensor, k: int, before: Tensor) -> Tensor:
@@ -198,14 +193,12 @@ class VocabularyHead(Head):
 
     def _together(self, states: Tensor) -> Tensor:
         if self.config.lm_head == "low-rank":
-            low: Tensor = self.up(self.down(states))
-            return low
+            return self.up(self.down(states))
         lm_head = self._shared(self._lm_head, "LM head")
         weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
         if torch.is_grad_enabled():  # its weights stay as they are, whatever else of the target is trained
             return functional.linear(states, weight.detach(), None if bias is None else bias.detach())  # type: ignore[operator, arg-type]
-        logits: Tensor = lm_head(states)  # its forward may be that of packed weights
-        return logits
+        return lm_head(states)  # its forward may be that of packed weights
 
     def _shared(self, held: tuple[nn.Module, ...], what: str) -> nn.Module:
         if not held:

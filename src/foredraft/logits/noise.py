@@ -40,7 +40,7 @@ def row_key(seed: tuple[int, int]) -> int:
     for part in seed:
         key = _mix_int((key ^ (part & MASK64)) + GOLDEN & MASK64)
         key = _mix_int((key ^ (part >> 64 & MASK64)) + GOLDEN & MASK64)
-    return key - (1 << 64) if key >> 63 else key
+    return _signed(key)
 
 
 def _mix_int(x: int) -> int:
@@ -50,8 +50,8 @@ def _mix_int(x: int) -> int:
     return x ^ x >> 31
 
 
-def _signed(x: int, bits: int = 64) -> int:
-    return x - (1 << bits) if x >> (bits - 1) else x
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
 
 
 def _spread(node: Tensor | int) -> Tensor | int:

@@ -7,11 +7,10 @@ batch can hold greedy and sampled rows under any rule.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from foredraft.logits.histories import NodeHistories
 from foredraft.logits.noise import Randomness
 from foredraft.logits.processors import Pipeline, Stopwatch, process
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Failures = dict[tuple[int, int], Exception]  # by row and node
 

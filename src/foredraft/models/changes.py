@@ -17,18 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.features import stop_watching
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Kind = Literal["modules", "configuration", "weights", "merged adapters", "adapters", "hooks", "mode"]
 STRUCTURE: frozenset[Kind] = frozenset(("modules", "configuration"))  # what decides how passes are made

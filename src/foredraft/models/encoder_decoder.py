@@ -14,19 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache import TreeCache
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.positions import bias_from, embedded_from
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 AUDIO = 8000  # samples of sound that a test reads
 ENDLESS = 1 << 30  # tokens

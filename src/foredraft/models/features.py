@@ -15,18 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.encoder_decoder import plain_arguments, uncounted
 from foredraft.models.support import describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LAST = -1
 INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on models whose layers it watches

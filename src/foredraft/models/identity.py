@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
 from foredraft.models.layers import layer_count
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

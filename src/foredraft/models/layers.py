@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.support import describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -32,8 +30,7 @@ def layer_count(model: PreTrainedModel) -> int:
     """How many layers the decoder has."""
     if model.config.is_encoder_decoder:
         return len(decoder_layers(model.get_decoder()))
-    count: int = model.config.get_text_config().num_hidden_layers
-    return count
+    return model.config.get_text_config().num_hidden_layers
 
 
 @torch.inference_mode()
@@ -114,8 +111,7 @@ class LayerRanges:
         """``[n, V]`` logits from outputs ``states`` ``[n, d]`` of any layer, by the model's final norm, LM head, scaling and caps."""
         nothing = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
         with self.only(self.count, self.count, states[:, None]):
-            logits: Tensor = self.model(input_ids=nothing, use_cache=False).logits
-        return logits[:, 0]
+            return self.model(input_ids=nothing, use_cache=False).logits[:, 0]
 
     def stand_in(self, index: int, hidden: Tensor) -> Tensor:
         """What is returned in place of layer ``index``, which is not run in this pass."""

@@ -226,8 +226,7 @@ class WindowStore(PageStore):
     def moved(self, row: int, index: int, owner: int) -> None:
         """The row has its own page of the other store now, ``owner``, and needs a copy of what belonged to the former one."""
         if index < len(self.tables[row]) and (page := self.tables[row][index]) != GONE:
-            mine = self._of(owner)
-            self.put(row, index, mine)
+            self.put(row, index, self._of(owner))
             self.pool.drop([page])
 
     def first_kept(self, row: int, start: int) -> int:

@@ -297,8 +297,7 @@ class PagedCache(TreeCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         window, layer, store = self._window, self._layer(layer_idx, key_states, value_states), self._store(layer_idx)
         if self.reader is not None:
-            written: tuple[Tensor, Tensor] = self.reader.write(layer_idx, key_states, value_states)
-            return written
+            return self.reader.write(layer_idx, key_states, value_states)
         rows, slots = self._write_indices(key_states.device)
         pages = store.table.long()[rows + window.first, slots // PAGE]
         for each, new in ((layer.keys, key_states), (layer.values, value_states)):

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from transformers import PreTrainedModel
 
 
 def uses_alibi(model: PreTrainedModel) -> bool:
@@ -86,8 +84,7 @@ def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int
 
             def bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0, layer: Any = layer) -> Tensor:
                 along = type(layer).compute_bias(layer, 1, reach, device=device, past_seen_tokens=reach - 1)[0, :, 0]  # [H, reach]
-                found: Tensor = along.flip(-1)[:, distances].transpose(0, 1)  # [R, H, N, W]
-                return found
+                return along.flip(-1)[:, distances].transpose(0, 1)  # [R, H, N, W]
 
             layer.compute_bias = bias
             undo.callback(delattr, layer, "compute_bias")

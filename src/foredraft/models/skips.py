@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.files import read_text, replacing
@@ -24,9 +25,6 @@ from foredraft.models.features import first_tensor
 from foredraft.models.identity import TargetShape, refuse_another_model, shape_of
 from foredraft.models.layers import LayerRanges, Passing, outputs_of
 from foredraft.models.support import describe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FORMAT = "foredraft skip set 1"
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, REFUSED_WITH_ENCODER, ROLLS_BACK, SLOT_POSITIONS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 

@@ -8,24 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.models.encoder_decoder import Source
 from foredraft.planning.curves import Curve, monotone
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from foredraft.models.encoder_decoder import Source
 
 BUDGET = 2.0  # seconds that a first measurement may take
 PROMPT = 16  # tokens in the cache while it is made; too few to be found again as the beginning of another text

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter
 from foredraft.shapes import StaticShape, TreeShape
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
+from foredraft.target import Target
 
 AUTO = "auto"
 DEPTH, SIBLINGS, NODES = 12, 4, 24

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from foredraft.drafters.base import Drafter
 from foredraft.planning.costs import LEVEL, LOOK_UP, CostModel, timed_beforehand
 from foredraft.planning.forecasts import GROWN_DEPTH
@@ -11,11 +9,9 @@ from foredraft.planning.largest import largest_fitting
 from foredraft.planning.planner import AutomaticPlanner
 from foredraft.planning.profiles import profile
 from foredraft.shapes import TreeShape
+from foredraft.target import Target
 from foredraft.tree import Proposal
 from foredraft.verification import Rule
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
 
 
 def make_planner(target: Target, drafter: Drafter, rule: Rule, proposal: Proposal) -> AutomaticPlanner:

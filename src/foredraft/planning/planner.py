@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.drafters.exits import Exits
@@ -24,9 +23,7 @@ from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Fore
 from foredraft.planning.profiles import Profile
 from foredraft.planning.rounds import Planner, Round
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
+from foredraft.target import Target
 
 SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most

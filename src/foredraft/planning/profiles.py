@@ -12,18 +12,16 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from foredraft.backends import native
 from foredraft.caching import cache_folder, private_place
+from foredraft.drafters.base import Drafter
 from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
-
-if TYPE_CHECKING:
-    from foredraft.drafters.base import Drafter
-    from foredraft.target import Target
+from foredraft.target import Target
 
 SCHEMA = 3
 

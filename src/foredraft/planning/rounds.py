@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.drafters.exits import Exits
@@ -18,9 +17,7 @@ from foredraft.planning.exits import ExitChoice
 from foredraft.planning.profiles import Profile
 from foredraft.planning.search import Plan, chain
 from foredraft.shapes import TreeShape
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
+from foredraft.target import Target
 
 
 @dataclass(frozen=True)

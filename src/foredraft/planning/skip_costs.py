@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,9 +19,7 @@ from foredraft.files import read_text
 from foredraft.models.skips import SkipSet
 from foredraft.planning.costs import BUDGET, PROMPT, CostModel, Measurement
 from foredraft.shapes import TreeShape
-
-if TYPE_CHECKING:
-    from foredraft.target import Target
+from foredraft.target import Target
 
 TURNS = 25  # of passes that are timed
 
@@ -52,14 +50,14 @@ def read_costs(path: Path, sublayers: Sequence[Sublayer]) -> SublayerCosts:
 
 
 @torch.inference_mode()
-def measure_costs(target: Target, *, seconds: float = 2 * BUDGET, clock: Callable[[], float] = time.perf_counter) -> SublayerCosts:
+def measure_costs(target: Target, *, seconds: float = 2 * BUDGET) -> SublayerCosts:
     """Time passes of ``target`` over some tokens, and over one without all sublayers of the same kind and size, in turns. No row may be
     live, and none is left."""
     sublayers, groups = sublayers_of(target.sublayers), dict[tuple[str, int], list[int]]()
     for kind, layer in sublayers:
         size = sum(weight.numel() for weight in getattr(target.sublayers, kind)[layer].parameters())
         groups.setdefault((kind, size), []).append(layer)
-    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LENGTHS), clock), clock()
+    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LENGTHS), time.perf_counter), time.perf_counter()
     try:
         run.passes(begin + 0.5 * seconds)
         run.without({key: SkipSet(**{key[0]: tuple(layers)}) for key, layers in groups.items()}, begin + seconds)

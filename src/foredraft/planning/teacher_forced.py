@@ -40,8 +40,7 @@ class Share:
         return Share(value, max(0.0, value - margin), min(most, value + margin))
 
     def times(self, factor: float) -> Share:
-        ends = (None if each is None else factor * each for each in (self.low, self.high))
-        return Share(factor * self.value, *ends)
+        return Share(factor * self.value, *(None if each is None else factor * each for each in (self.low, self.high)))
 
 
 def expected_rounds(chances: Sequence[Numbers], most: int) -> Numbers:

@@ -90,9 +90,8 @@ def quantized_experts(weight: Tensor, kind: str, transposed: bool) -> GroupedTen
         made: Any = quantized((each.T if transposed else each).contiguous(), kind)
         parts.append((bytes_from((made.qdata.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits), made.scale))
     qdata, scale = (torch.stack(each) for each in zip(*parts))
-    inputs = weight.shape[1 if transposed else 2]
-    how: dict[str, Any] = {"bits": bits, "group": group_of(kind) or inputs, "dtype": weight.dtype, "transposed": transposed}
-    return GroupedTensor(qdata, scale, 1 << (bits - 1), **how)
+    group = group_of(kind) or weight.shape[1 if transposed else 2]
+    return GroupedTensor(qdata, scale, 1 << (bits - 1), bits=bits, group=group, dtype=weight.dtype, transposed=transposed)
 
 
 def experts_in(module: nn.Module) -> Iterator[tuple[str, Any, str]]:

@@ -145,8 +145,6 @@ class Stored:
         if self.form == "gguf":
             return self._of_gguf(parts, shape, dtype)
         size = inputs if self.group is None else self.group
-        zeros: Tensor | int
-        stands: Tensor | int
         bits, codes, scale, zeros, given = self._unpacked(parts, outputs, inputs)
         groups = math.ceil(inputs / size)
         expected = {"weights": (codes, (outputs, inputs)), "scales": (scale, (outputs, groups)), "zero points": (zeros, (outputs, groups))}
@@ -156,13 +154,12 @@ class Stored:
         order = None if given is None else order_of(given, size, groups)
         if order is not None:
             codes = codes[:, order.long()]
-        stands = zeros
         if isinstance(zeros, Tensor):
             least, most = int(zeros.min()), int(zeros.max())
             if most > 255:
                 raise ValueError("zero points above 255")
-            stands = least if least == most else zeros.to(torch.uint8).contiguous()
-        return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), stands, order, bits=bits, group=size, dtype=dtype)
+            zeros = least if least == most else zeros.to(torch.uint8).contiguous()
+        return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), zeros, order, bits=bits, group=size, dtype=dtype)
 
     def experts(self, parts: Mapping[str, Tensor], plain: Any, transposed: bool) -> GroupedTensor:
         """The weights of all experts, in place of the ``plain`` ones, from their tensors in the files.
@@ -185,8 +182,7 @@ class Stored:
                     f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}"
                 )
         scale = torch.pow(2.0, scales.double() - 128).to(torch.bfloat16)  # half of 2^(e - 127), since integers are twice the floats
-        how: dict[str, Any] = {"bits": 4, "group": BLOCK, "dtype": plain.dtype, "transposed": transposed, "floats": True}
-        return GroupedTensor(blocks.flatten(2), scale, 0, **how)
+        return GroupedTensor(blocks.flatten(2), scale, 0, bits=4, group=BLOCK, dtype=plain.dtype, transposed=transposed, floats=True)
 
     @staticmethod
     def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
@@ -279,10 +275,6 @@ class GroupsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(self, original: Mapping[str, Any], form: str, source: str, there: Mapping[str, Any] | None = None, **others: Any):
         self.quant_method, self.original, self.form, self.source, self.there = NAME, dict(original), form, source, there
-
-    @property
-    def stored(self) -> Stored:
-        return Stored.of(self.original, self.source)
 
 
 @register_quantizer(NAME)
@@ -378,7 +370,8 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
         config = self.quantization_config
-        stored, dtype = config.stored, next(each.dtype for each in model.parameters() if each.is_floating_point())
+        stored = Stored.of(config.original, config.source)
+        dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
         for name, module in list(model.named_modules()):
             if isinstance(module, Layer):
                 parent, _, last = name.rpartition(".")

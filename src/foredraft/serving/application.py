@@ -195,8 +195,7 @@ class Server:
             for name, value in self.tokenizer.init_kwargs.items()
             if isinstance(value, (str, int, float, bool, type(None))) and name not in PRIVATE
         }
-        template = self.requests.chat.source or None
-        return {**plain, "tokenizer_class": type(self.tokenizer).__name__, "chat_template": template}
+        return {**plain, "tokenizer_class": type(self.tokenizer).__name__, "chat_template": self.requests.chat.source or None}
 
     # -- about the server -----------------------------------------------------------------------------------------------
 

@@ -337,7 +337,7 @@ class Engine:
                 self._live[slot] = live
             if not row.job.begun:
                 row.job.begun = True
-                self._outbox.append((row.job, Joined(live.joined - row.job.arrived)))
+                self._outbox.append((row.job, Joined()))
             self.metrics.joined(live)
             self._tokens += row.size
 

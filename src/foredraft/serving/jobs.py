@@ -43,9 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Joined:
-    """The first row of the job is in the session, after so many seconds in the queue."""
-
-    waited: float
+    """The first row of the job is in the session."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from foredraft.serving.jobs import Choice, Job
 
 LEAST_WAIT, MOST_WAIT = 1.0, 120.0  # seconds that a client is asked to wait; openai-python waits no longer than the latter
+DONE = 64  # newest rows that are over, whose rate counts
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ class FairQueue:
 
 
 class DrainRate:
-    """How many rows are done per second in which rows were decoded, over the last ``window`` of them."""
+    """How many rows are done per second in which rows were decoded, over the last :data:`DONE` of them."""
 
-    def __init__(self, window: int = 64):
-        self._done: deque[float] = deque(maxlen=window)  # by the clock below
+    def __init__(self) -> None:
+        self._done: deque[float] = deque(maxlen=DONE)  # by the clock below
         self._busy = 0.0  # seconds of decoding so far
 
     def step(self, seconds: float, done: int) -> None:

@@ -6,11 +6,11 @@ A roll runs in the engine's thread while no other row is live, and only there. E
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +22,7 @@ from foredraft.choices import check_shape, choose_rule
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.logits.processors import Pipeline
+from foredraft.serving.engine import Engine
 from foredraft.serving.openapi import described
 from foredraft.serving.protect import read_json
 from foredraft.serving.rolling import Likely, Roll, Rounds, play
@@ -33,14 +34,6 @@ ROLLS, NODES, CHARACTERS, TOKENS = 500, 64, 8000, 1024  # most of each
 SECONDS = 3.0  # that everybody else waits for one request, about
 OWN, COPIES = "own", "prompt-lookup"
 SHAPES = ("chain(5)", "chain(3)", "chain(8)", "product(3,2,1)", "product(4,2,1)")
-T = TypeVar("T")
-
-
-class Engine(Protocol):
-    """As far as a roll needs it."""
-
-    def alone(self, function: Callable[[], T]) -> Awaitable[T]:
-        """``function``, run in the engine's thread while no row is live."""
 
 
 class RollRequest(BaseModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import inf, pi
 
@@ -178,14 +179,11 @@ def play(
     done = 0
     end = time.monotonic() + seconds
     while not done or (done < rolls and time.monotonic() < end):
-        session = Session(target, drafter, recorded, proposal=proposal, planner=FixedPlanner(shape), wait=True)
-        try:
+        with closing(Session(target, drafter, recorded, proposal=proposal, planner=FixedPlanner(shape), wait=True)) as session:
             for index in range(first + done, first + min(rolls, done + together)):
                 session.add(ids[:-1], replace(parameters, seed=(seed, index)))
                 session.waiting[-1].ids.append(ids[-1])  # as a row that was set aside: its last token is the root of its next tree
             session.step()
-        finally:
-            session.close()
         tree, verdict = recorded.tree, recorded.verdict
         if shown is None:
             shown, p = roll_of(recorded), recorded.p[0, 0].clone()

@@ -74,8 +74,7 @@ class Passes:
     @property
     def lengths(self) -> list[int]:
         """Tokens cached per live row."""
-        lengths: list[int] = self.cache.lengths
-        return lengths
+        return self.cache.lengths
 
     @property
     def ragged(self) -> bool:
@@ -220,8 +219,7 @@ class Passes:
         for layer in set(range(self.layers)).difference(() if skip is None else skip.whole):
             self.layer_tokens[layer] += ids.numel()
         with nullcontext() if skip is None else self.sublayers.left_out(skip):
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
+            return self.model(input_ids=ids, use_cache=False).logits
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""

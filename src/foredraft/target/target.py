@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.backends.base import ForwardPass
 from foredraft.backends.choice import SAMPLE, choose
@@ -32,10 +33,6 @@ from foredraft.target.passes import Passes
 from foredraft.target.prefixes import KEEPING, Companion, Texts
 from foredraft.tree import TokenTree
 from foredraft.turns import Turn
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass

@@ -5,14 +5,17 @@ texts that it was trained on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft import drafters
+from foredraft.drafters.base import Drafter
 from foredraft.heads.base import Head
 from foredraft.heads.calibration import Calibration, calibrate, weigh_log_odds
 from foredraft.heads.medusa import MedusaHead
@@ -24,11 +27,6 @@ from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 from foredraft.training.data import Texts
 from foredraft.training.generation import Answering, add
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.drafters.base import Drafter
 
 BATCH = 32  # prompts that are answered together
 DEPTH = 5  # of the chains that acceptance is measured with, where the head does not say how deep it drafts
@@ -70,8 +68,7 @@ class Held:
         """Leaves the generators of torch as they were."""
         stats, _ = self._answer(model, head)
         depths = zip_longest(stats.accepted_by_depth, stats.drafted_by_depth, fillvalue=0)
-        by_depth = tuple(accepted / max(1, drafted) for accepted, drafted in depths)
-        return Measured(stats.acceptance_length, by_depth, stats.kept)
+        return Measured(stats.acceptance_length, tuple(accepted / max(1, drafted) for accepted, drafted in depths), stats.kept)
 
     def answers(self, model: PreTrainedModel, head: Head) -> dict[str, Any]:
         """Arguments of :func:`~foredraft.heads.calibration.calibrate`: the prompts with their answers, the number of the first token of
@@ -84,9 +81,8 @@ class Held:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             shape = self.shape or f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
             how: dict[str, Any] = {"rule": self.rule, "self_test": False, "reuse_prefix": False, "execution": "eager"}
-            speculator = Speculator(model, self.drafter(head), shape=shape, **how)
             asked, rows = Answering(self.tokens, (self.temperature,)), list[SessionRow]()
-            try:
+            with closing(Speculator(model, self.drafter(head), shape=shape, **how)) as speculator:
                 session = speculator.session()
                 for start in range(0, len(self.prompts), BATCH):
                     for index, prompt in enumerate(self.prompts[start : start + BATCH], start):
@@ -94,8 +90,6 @@ class Held:
                     rows += session.waiting
                     while session.live:
                         successful(session.step())
-            finally:
-                speculator.close()
         return session.stats, rows
 
 
@@ -125,8 +119,5 @@ def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) 
 
 def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:
     """Seconds of a round by its drafted nodes, as this machine runs the model."""
-    speculator = Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)
-    try:
+    with closing(Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)) as speculator:
         return tree_costs(speculator.target, speculator.drafter)
-    finally:
-        speculator.close()

@@ -8,13 +8,15 @@ the last of them is past it: a run that was killed reads the same texts again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.rows import RowParameters
@@ -23,9 +25,6 @@ from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import save_shard
 from foredraft.training.distilling import Distilling
 from foredraft.training.generation import Answering, answer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BY_DRAFT, BY_TARGET = 1, 2
 Text = np.ndarray[Any, np.dtype[np.int32]]
@@ -117,11 +116,8 @@ class Continuations:
             return {}
         seed = int(np.random.SeedSequence((self.order.seed, window, writer)).generate_state(1)[0])
         how = Continuing(max(lengths.values()), (self.recipe.temperature,), seed=seed, lengths=lengths)
-        speculator = Speculator(self.writers[writer], "none", execution="eager", reuse_prefix=False, self_test=False)
-        try:
+        with closing(Speculator(self.writers[writer], "none", execution="eager", reuse_prefix=False, self_test=False)) as speculator:
             rows = answer(speculator, prompts, how, lambda made, done: None)
-        finally:
-            speculator.close()
         return {member: np.asarray(row.ids, np.int32) for (member, _), row in zip(prompts, rows)}
 
 

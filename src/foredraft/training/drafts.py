@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.heads.base import Batch, Head, HeadConfig, refuse_unknown_options
@@ -23,9 +24,6 @@ from foredraft.training.batches import Tokens
 from foredraft.training.data import Texts, shard_file
 from foredraft.training.distilling import Distilling
 from foredraft.training.losses import Few, Loss, compare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LAYERS = re.compile(r"target\[([0-9, ]+)\]")
 NUMBERS = ("moe_layers", "mlp_only_layers")  # fields of configurations that list layers by number
@@ -174,8 +172,7 @@ class Distiller(nn.Module):
         if self.stored is not None:
             return self.stored(tokens, labels)
         with torch.no_grad(), torch.autocast(tokens.ids.device.type, enabled=False):
-            logits: Tensor = self.target(input_ids=tokens.ids, use_cache=False).logits
-        return logits.flatten(0, 1)[places]
+            return self.target(input_ids=tokens.ids, use_cache=False).logits.flatten(0, 1)[places]
 
 
 class StoredProbabilities:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.heads.base import Batch, Head, HeadConfig, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
@@ -19,9 +20,6 @@ from foredraft.models.layers import LayerRanges
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.layerskip import Recipe
 from foredraft.training.learner import language_loss
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_json, replacing
@@ -22,9 +23,6 @@ from foredraft.models.features import LAST, features_of_texts
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import Texts, changes, refuse_other_data, shard_file, weights_digest, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 INDEX = "hidden.json"
 CLOSE = 0.1  # largest difference between logits from stored states and the target's own, of their standard deviation
@@ -159,8 +157,7 @@ class StoredReader(Reader):
 
     def _check(self) -> None:
         """Models that scale or cap their logits have more behind the last state than an LM head."""
-        order = Order(self._texts, [0], int(self._texts.sizes[0].sum()), 1, seed=0)
-        tokens = order.tokens(np.asarray([0])).to(self.model.device)
+        tokens = Order(self._texts, [0], int(self._texts.sizes[0].sum()), 1, seed=0).tokens(np.asarray([0])).to(self.model.device)
         theirs, ours = super().__call__(tokens)[1].float(), self(tokens)[1].float()
         if float((theirs - ours).abs().max()) > CLOSE * float(theirs.std()):
             raise ConfigurationError("this target's logits are not its LM head's of the last hidden state; train without --stored-hidden")

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of, name_of
@@ -27,9 +29,6 @@ from foredraft.session import Session
 from foredraft.speculator import Speculator
 from foredraft.training.data import SOURCES, Manifest, Shard, save_shard, shard_file, weights_digest
 from foredraft.training.prompts import digest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,7 @@ def generate(
     def count(more_tokens: int = 0, more_rows: int = 0) -> Count:
         return Count(shards, rows + more_rows, tokens + more_tokens, of_rows, time.monotonic() - begin)
 
-    speculator = Speculator(model, "none", execution=answering.execution, reuse_prefix=False)
-    try:
+    with closing(Speculator(model, "none", execution=answering.execution, reuse_prefix=False)) as speculator:
         for path, members in ((shard_file(folder, shard), manifest.members(shard)) for shard in mine):
             if path.exists():
                 continue
@@ -146,8 +144,6 @@ def generate(
             shards, rows, tokens = shards + 1, rows + len(asked), tokens + int((shard.lengths - shard.prompt_lengths).sum())
             report(count())
         return count()
-    finally:
-        speculator.close()
 
 
 def _answered(

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head
 from foredraft.training.batches import Tokens
 from foredraft.training.features import Reader
 from foredraft.training.options import ALONE, DRAFT, Options
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 HEAD, BACKBONE = "head.", "backbone."
 

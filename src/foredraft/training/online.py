@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft import heads
 from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
@@ -27,9 +28,6 @@ from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.heads.base import Batch, Head
 from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.training.losses import Compared, Few, Loss, compare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 BATCH = 4  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
@@ -250,17 +248,14 @@ def build(about: dict[str, Any], frozen: dict[str, Tensor]) -> PreTrainedModel |
         head: Head = made(made.config_class.from_dict(about["config"])).to_empty(device="cpu").float()
         head.attach_frozen(frozen)
         return head
-    module, _, name = about["class"].partition(":")
-    kind = getattr(import_module(module), name)
-    model: PreTrainedModel = kind(kind.config_class.from_dict(about["config"]))
-    return model.float()
+    kind = resolve_name(about["class"])
+    return kind(kind.config_class.from_dict(about["config"])).float()
 
 
 def vocabulary_of(model: PreTrainedModel | Head) -> int:
     if isinstance(model, Head):
         return model.config.target.vocab_size
-    size: int = model.get_output_embeddings().weight.shape[0]
-    return size
+    return model.get_output_embeddings().weight.shape[0]
 
 
 @torch.no_grad()
@@ -303,8 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     humble(given.cores)
     end_with(given.parent)
-    learner = OnlineLearner(given.folder, device=given.device, loss=given.loss, rate=given.rate, keep=given.keep)
-    work(learner)
+    work(OnlineLearner(given.folder, device=given.device, loss=given.loss, rate=given.rate, keep=given.keep))
 
 
 def work(learner: OnlineLearner) -> None:

@@ -33,8 +33,7 @@ def entry_of(found: Any, where: str) -> str | list[Any]:
     key = next((key for key in KEYS if isinstance(found, dict) and key in found), None)
     if key is None or not isinstance(found[key], list if key == "messages" else str) or not found[key]:
         raise ConfigurationError(f'{where}: expected an object with a text "prompt" or "text", or a list of "messages"')
-    entry: str | list[Any] = found[key]
-    return entry
+    return found[key]
 
 
 def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int | None, target: str) -> list[list[int]]:

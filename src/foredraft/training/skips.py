@@ -8,11 +8,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.sublayer_costs import sublayers_of
@@ -26,9 +27,6 @@ from foredraft.speculator import Speculator
 from foredraft.target import Target
 from foredraft.training.batches import Order
 from foredraft.training.data import Manifest, Texts, refuse_other_data
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FEWEST, MOST, ANSWER = 4, 16, 48  # texts at the end of the data whose prompts sets are timed on, and tokens of each answer
 REPEATS = 3  # of each answer that count; after each, a third of the sets goes on, and two at least
@@ -50,8 +48,7 @@ class Agreement:
         self.tokens = sum(map(len, self._expected))
 
     def __call__(self, skip: SkipSet) -> float:
-        right = sum(int((found == expected).sum()) for found, expected in zip(self._likeliest(skip), self._expected))
-        return right / self.tokens
+        return sum(int((found == expected).sum()) for found, expected in zip(self._likeliest(skip), self._expected)) / self.tokens
 
     @torch.inference_mode()
     def _likeliest(self, skip: SkipSet | None) -> Iterator[Tensor]:

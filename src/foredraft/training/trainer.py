@@ -352,8 +352,7 @@ def make_accelerator(options: Options, device: torch.device) -> Accelerator:
         raise ConfigurationError("training needs accelerate; install it with: pip install 'foredraft[train]'") from error
     if asks_for_shards():
         return sharding(device)
-    precision = "bf16" if options.precision == "bf16" else "no"
-    return Accelerator(mixed_precision=precision, cpu=device.type == "cpu")
+    return Accelerator(mixed_precision="bf16" if options.precision == "bf16" else "no", cpu=device.type == "cpu")
 
 
 def asks_for_shards() -> bool:

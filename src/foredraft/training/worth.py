@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from foredraft import drafters
 from foredraft.heads.base import Head
@@ -20,9 +22,6 @@ from foredraft.speculator import Speculator
 from foredraft.training.acceptance import DEPTH, Held, Measured, drafter_of
 from foredraft.training.drafts import Draft
 from foredraft.training.losses import Loss, compare
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -119,12 +118,9 @@ class Prices:
     @classmethod
     @torch.inference_mode()
     def measured(cls, model: PreTrainedModel, head: Head) -> Prices:
-        speculator = Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)
-        try:
+        with closing(Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)) as speculator:
             costs = CostModel()
             measure(costs, speculator.target, speculator.drafter, largest=largest_shape(branches=False, depth=DEPTH, nodes=DEPTH))
-        finally:
-            speculator.close()
         verify = costs.verify(1, range(1, DEPTH + 2), PROMPT)
         return cls(verify[0], tuple(verify[deep] + costs.draft_seconds(1, [1] * deep) for deep in range(1, DEPTH + 1)))
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigurationError, unknown
-from foredraft.registry import Entry, entry, load
+from foredraft.registry import Entry, entry
 
 if TYPE_CHECKING:
     from foredraft.logits.noise import Randomness
@@ -71,8 +72,7 @@ def describe(name: str) -> Entry:
 def create(name: str) -> Rule:
     """The rule called ``name``, with options where they are given; raises as :func:`parse` does, or for a value that cannot be."""
     known, options = parse(name)
-    made: Rule = load(known.home)(**options)
-    return made
+    return resolve_name(known.home)(**options)
 
 
 def automatic(proposal: Proposal, *, chain: bool) -> Rule:
@@ -84,7 +84,7 @@ def automatic(proposal: Proposal, *, chain: bool) -> Rule:
 def __getattr__(name: str) -> Any:
     """Import on first use, so that the names of the rules need no torch."""
     if name == "Randomness":
-        return load("foredraft.logits.noise:Randomness")
+        return resolve_name("foredraft.logits.noise:Randomness")
     if name in ("Rule", "Verdict"):
-        return load(f"foredraft.verification.base:{name}")
+        return resolve_name(f"foredraft.verification.base:{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,6 +7,7 @@ looks at the log-probabilities; ``samples.py`` tests sampled tokens against them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,7 @@ def audit_server(
     from foredraft.auditing.server.client import Client
     from foredraft.auditing.server.plan import Plan
 
-    client = Client(url, api_key=api_key, at_once=at_once, transport=transport)
-    try:
+    with closing(Client(url, api_key=api_key, at_once=at_once, transport=transport)) as client:
         progress("asking the server what it takes")
         client.model = abilities.find_model(client, model)
         texts = list(prompts or built_in(client.model))
@@ -95,8 +95,6 @@ def audit_server(
             checks=checks,
             samples=found,
         )
-    finally:
-        client.close()
 
 
 def built_in(model: str) -> list[str]:

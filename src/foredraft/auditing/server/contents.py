@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from foredraft.auditing.server.answers import UNCLEAR, Answer, Request
-from foredraft.auditing.server.comparing import described
+from foredraft.auditing.server.comparing import described, names
 from foredraft.auditing.server.plan import SHOWN, NotAskedError, Plan
 from foredraft.auditing.server.report import Check
 
@@ -92,10 +92,6 @@ def shorter(plan: Plan) -> Check:
                 off.append(f"{described(answer)}, max_tokens {length}: {answer.text[-16:]!r} is not how the longer answer goes on")
     check = verdict("a shorter answer is the beginning", off, number, f"{number} shorter answers are the beginning of the longer ones")
     return replace(check, reproducibility=True)
-
-
-def names(answer: Answer) -> list[str]:
-    return [token.text for token in answer.tokens or ()]
 
 
 def stops(plan: Plan) -> Check:

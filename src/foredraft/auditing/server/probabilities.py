@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from foredraft.auditing.server.answers import Answer, Token
+from foredraft.auditing.server.answers import Token
 from foredraft.auditing.server.comparing import described
 from foredraft.auditing.server.contents import verdict
 from foredraft.auditing.server.plan import NotAskedError, Plan
@@ -60,7 +59,8 @@ def unlikely(token: Token) -> str | None:
 
 def greedy(plan: Plan) -> Check:
     """At temperature 0, each token is the likeliest by the server's own numbers."""
-    tokens = [pair for pair in of(plan, lambda answer: answer.request.temperature == 0) if pair[1].top]
+    asked = [answer for answer in plan.client.seen if answer.request.temperature == 0]
+    tokens = [(answer, token) for answer in asked for token in answer.tokens or () if token.top]
     if not tokens:
         raise NotAskedError("the server gives no alternatives")
     off = [
@@ -70,9 +70,3 @@ def greedy(plan: Plan) -> Check:
     ]
     fine = f"{len(tokens):,} tokens are the likeliest of their alternatives"
     return verdict("greedy takes the likeliest token", off, len(tokens), fine, what="tokens")
-
-
-def of(plan: Plan, which: Callable[[Answer], bool]) -> Iterator[tuple[Answer, Token]]:
-    for answer in plan.client.seen:
-        if which(answer):
-            yield from ((answer, token) for token in answer.tokens or ())

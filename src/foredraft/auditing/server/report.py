@@ -176,5 +176,4 @@ class ServerReport:
             "verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, "limits": self.limits, **asdict(self),
         }  # fmt: skip
         # JSON has no infinity: such numbers become the words "inf" and "nan"
-        cleaned: dict[str, Any] = json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
-        return cleaned
+        return json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))

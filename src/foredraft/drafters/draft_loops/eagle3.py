@@ -69,8 +69,7 @@ class Eagle3Step:
 
     def __init__(self, layer: Layer, about: native.Layer):
         self.layer, self._about = layer, about
-        head = layer.products["lm_head"]
-        self._library = native.library(head.dtype)
+        self._library = native.library(layer.products["lm_head"].dtype)
         self._pass, self._scratch, self._angles = native.Pass(), NativePass(), Angles(layer)
 
     @staticmethod

@@ -94,8 +94,7 @@ class LoopFrame:
         tokens = self._known(self.inputs[:2].t())
         before = self.inputs[2] - 1
         two, zero = chain_layout(2), torch.zeros_like(before)
-        logits = self.passes(tokens, before, zero, static_depths(two, device), static_ancestors(two, device), self.span).logits
-        return logits[:, 1:]
+        return self.passes(tokens, before, zero, static_depths(two, device), static_ancestors(two, device), self.span).logits[:, 1:]
 
     def _pass(self, tree: TokenTree, first: int) -> Tensor:
         tokens, slots = self._known(tree.tokens[:, first:]), self.inputs[2]

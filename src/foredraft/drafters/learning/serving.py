@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from foredraft.caching import private_place, warn_once
 from foredraft.drafters.base import Feedback, Row
@@ -29,15 +30,10 @@ from foredraft.drafters.learning.collecting import Collector
 from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.errors import ConfigurationError, unknown
+from foredraft.heads.base import Head
 from foredraft.loading import name_of
 from foredraft.models.identity import shape_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.heads.base import Head
-    from foredraft.target import Target
-
+from foredraft.target import Target
 
 IDLE = "idle"
 COLLECTING = 0.02  # of the time of rounds that collecting may take

@@ -64,8 +64,7 @@ class Versions:
             ) from error
 
     def about(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
-        return found
+        return json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
 
     def frozen(self) -> dict[str, Tensor]:
         """What was given to :meth:`begin`; nothing is read of it before it is used."""

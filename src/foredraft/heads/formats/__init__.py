@@ -15,22 +15,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import HeadConfig
+from foredraft.heads.base import Head, HeadConfig
 from foredraft.heads.formats.folders import Stored
-from foredraft.models.identity import shape_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.heads.base import Head
-    from foredraft.models.identity import TargetShape
+from foredraft.models.identity import TargetShape, shape_of
 
 OURS, VERSION = "foredraft", 1
 PREFIX = "foredraft-"  # of the model types of our own layout
@@ -102,8 +97,7 @@ def find(name: str) -> Format:
     """Raises ConfigurationError for an unknown name, listing the known ones."""
     if name not in REGISTRY:
         raise ConfigurationError(f"unknown format {name!r}; choose {', '.join(REGISTRY)}")
-    made: Format = resolve_name(REGISTRY[name])()
-    return made
+    return resolve_name(REGISTRY[name])()
 
 
 def recognise(stored: Stored) -> Format:

@@ -10,23 +10,19 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import embeddings_of
+from foredraft.heads.base import Head, embeddings_of
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
 from foredraft.heads.formats.folders import Stored, dtype_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.heads.base import Head
-    from foredraft.models.identity import TargetShape
+from foredraft.models.identity import TargetShape
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -10,21 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError, whole
-from foredraft.heads.base import lm_head_rows
+from foredraft.heads.base import Head, lm_head_rows
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
 from foredraft.heads.formats.folders import Stored, dtype_name
 from foredraft.heads.medusa import MedusaConfig, MedusaHead
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.heads.base import Head
-    from foredraft.models.identity import TargetShape
+from foredraft.models.identity import TargetShape
 
 FILE = "medusa_lm_head.safetensors"
 PUBLISHED_PREFIXES = ("medusa_head.", "medusa_heads.")  # what remains of the model that the heads were part of
