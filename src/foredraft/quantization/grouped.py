@@ -193,7 +193,7 @@ PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
 def codes_from(packed: Tensor, bits: int) -> Tensor:
     """Unpack ``[..., K * bits / 8]`` into integers ``[..., K]`` uint8."""
     if bits == 6:
-        blocks = packed.unflatten(-1, (-1, 12))
+        blocks = packed.reshape(*packed.shape[:-1], -1, 12)
         upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., SIXTEEN]
         return (codes_from(blocks[..., :8], 4) | upper << 4).flatten(-2)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
@@ -203,7 +203,8 @@ def bytes_from(codes: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their
     upper two in the order of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
     if bits == 6:
-        blocks = codes.unflatten(-1, (-1, 16))
-        upper = ((blocks >> 4)[..., SIXTEEN].unflatten(-1, (4, 4)) << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)
+        blocks = codes.reshape(*codes.shape[:-1], -1, 16)
+        upper = (blocks >> 4)[..., SIXTEEN].reshape(*blocks.shape[:-1], 4, 4)
+        upper = (upper << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)
         return torch.cat((bytes_from(blocks & 15, 4), upper), -1).flatten(-2)
     return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

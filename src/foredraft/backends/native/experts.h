@@ -305,7 +305,7 @@ static void ready(Worker *w, const Matrix *m, const Routed *r, const value *x, c
 /* TILE outputs from o on of n tokens: from `prepared` if the weights are group-quantized, otherwise from x [n, K] */
 static void expert_outputs(const Matrix *m, int o, const value *x, const Prepared *prepared, value *out, int n, int K, const char *after) {
     if (in_groups(m))
-        of_groups(m, o, prepared, out, n, K);
+        of_groups(m, o, prepared, out, n, K, after);
     else
         outputs(m, o, x, out, n, K, after);
 }
@@ -316,7 +316,7 @@ static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, 
     for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
         const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
         const int row = (r->experts[i / tiles] * I + o) * 2;
-        const char *values_of_up = (const char *)e->gate_up.values + (size_t)(row + TILE) * H * SIZE(e->gate_up.kind);
+        const char *values_of_up = weights_of(&e->gate_up, row + TILE, H);
         for (int from = 0; from < count; from += most) {
             const int n = count - from < most ? count - from : most;
             const value *inputs = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;

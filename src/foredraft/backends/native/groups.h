@@ -178,6 +178,11 @@ typedef struct {
 
 INLINE int in_groups(const Matrix *m) { return m->kind >= GROUPS_OF_FOUR; }
 
+/* Where the weights of output o begin */
+INLINE const char *weights_of(const Matrix *m, size_t o, int K) {
+    return (const char *)m->values + o * (in_groups(m) ? WORDS_OF(m->kind, K) * sizeof(uint32_t) : K * SIZE(m->kind));
+}
+
 /* K rounded up to whole segments */
 INLINE size_t segments(int K) { return (size_t)(K + SEGMENT - 1) / SEGMENT * SEGMENT; }
 
@@ -207,9 +212,9 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
 }
 
 /* Add a part of `steps` inputs x [n, SEGMENT] to totals [n, OUTPUTS]. The group's scales and zero points begin at index `at`, its `over` and
- * `mins` at `above`. With `asking`, prefetch the words that follow. */
+ * `mins` at `above`. Unless null, as many words from `soon` on are prefetched. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
-                    int n, int kind, int asking) {
+                    int n, int kind, const char *soon) {
     const int count = INPUTS_OF(kind);
     for (int c = 0; c < BLOCKS; c += TOGETHER(n)) {
         sum sums[BLOCKS][TOKENS];
@@ -217,7 +222,7 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
             for (int t = 0; t < n; t++) sums[b][t] = begun_sum(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), parts[t].sum);
         for (int k = 0; k < steps; k += count) {
             const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
-            for (int i = 0; asking && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE) __builtin_prefetch((const char *)w + i + SOON);
+            for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
 #pragma GCC unroll 16
             for (int j = 0; j < count; j += PAIR) {
                 const given *x_j = x + k + j;
@@ -243,22 +248,23 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
 }
 
 static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals,
-                          int steps, int n, int asking) {
+                          int steps, int n, const char *soon) {
     if (m->kind == GROUPS_OF_FOUR)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_FOUR, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_FOUR, soon))
     else if (m->kind == GROUPS_OF_EIGHT)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_EIGHT, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_EIGHT, soon))
     else if (m->kind == GROUPS_OF_SIX)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_SIX, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_SIX, soon))
     else
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, soon))
 }
 
-/* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS] */
-static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K) {
+/* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS]. Unless null, `after` has the words that are read next. */
+static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K, const char *after) {
     const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
     const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(m->kind, K);
+    const char *last = (const char *)(words + WORDS_OF(m->kind, K) * OUTPUTS);
     const Part *parts = p->parts;
     float totals[CROWD * OUTPUTS];
     for (int t = 0; t < n; t++)
@@ -266,11 +272,13 @@ static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n
     for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
         const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
         const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
+        const char *soon = (const char *)(words + WORDS_OF(m->kind, k) * OUTPUTS) + SOON;
+        if (soon >= last) soon = after ? after + (soon - last) : 0;
         end = part_end(m, k, K);
         for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
             for (int t = 0; t < n; t += each)
                 of_known_part(m, at, above, words + WORDS_OF(m->kind, k) * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
-                              totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);
+                              totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0 ? soon : 0);
     }
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) store(y + t * OUTPUTS + b, f32_load(totals + t * OUTPUTS + b));

@@ -363,10 +363,10 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
             int row = o;
             for (; here->next && row >= here->outputs; here = here->next) row -= here->outputs;
             if (here != before || from != tokens) prepare(here, x + (size_t)from * K, 0, K, n, K, &prepared);
-            of_groups(here, row, &prepared, out, n, K);
+            of_groups(here, row, &prepared, out, n, K, row + ahead < here->outputs ? weights_of(here, row + ahead, K) : 0);
             before = here, tokens = from;
         } else
-            outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? (const char *)m->values + (size_t)(o + ahead) * K * SIZE(m->kind) : 0);
+            outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? weights_of(m, o + ahead, K) : 0);
         if (!mine(w)) continue;
         for (int t = 0; t < n; t++)
             if (adding)
