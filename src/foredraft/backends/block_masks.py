@@ -149,7 +149,10 @@ class TreeMask:
     def _block_mask(self, mask: Mask, partial: Tensor, listed: Tensor, full: Tensor, listed_full: Tensor) -> BlockMask:
         lists = [each[:, None].to(torch.int32).contiguous() for each in (partial, listed, full, listed_full)]
         made = BlockMask.from_kv_blocks(
-            *lists,
+            lists[0],
+            lists[1],
+            lists[2],
+            lists[3],
             BLOCK_SIZE=(BLOCK, BLOCK),
             mask_mod=mask,
             seq_lengths=(self.padded.shape[1], self.span),
