@@ -97,8 +97,8 @@ def audit_server(remote: Remote, given: dict[str, Any], as_json: options.JsonFil
         from foredraft.auditing import server
         from foredraft.cli.audit_server import lines
 
-        asked = {"api_key": remote.api_key, "model": remote.model, "at_once": remote.at_once, "progress": progress.show}
-        report = server.audit_server(str(remote.server), **{**given, **asked})
+        asked: dict[str, Any] = {"api_key": remote.api_key, "model": remote.model, "at_once": remote.at_once, "progress": progress.show}
+        report = server.audit_server(str(remote.server), **given, **asked)
         if as_json is not None:
             write_json(as_json, report.to_dict())
     finish(lines(report), report.verdict)
