@@ -180,8 +180,11 @@ def test_many_rolls_close_on_p_and_those_of_a_lossy_rule_do_not(browser, url):
             counts = card.locator("table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()
             assert sum(map(int, counts)) == int(card.get_by_role("heading", level=2).inner_text().split()[0]) >= least
 
-        roll("rejection", 150)
-        assert card.locator(".closing .mark").inner_text() == "≈"
+        marks = []
+        while "≈" not in marks and len(marks) < 3:  # once in a while chance alone is that far off
+            roll("rejection", 150)
+            marks.append(card.locator(".closing .mark").inner_text())
+        assert "≈" in marks
         assert "Even a perfect rule would be about" in card.locator(".closing").inner_text()
         assert violations(page) == []
         roll("typical", 300)

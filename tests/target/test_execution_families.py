@@ -41,7 +41,8 @@ ROUTED = {"experts", "router"}
 KEPT = {
     "gpt2": CONV1D, "falcon": FALCON, "falcon_grouped": FALCON, "falcon_alibi": FALCON, "qwen3_moe": EXPERTS, "olmoe": EXPERTS,
     "minimax_m2": EXPERTS, "glm4_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v2": EXPERTS, "deepseek_v3": EXPERTS, "qwen3_next": EXPERTS,
-    "qwen2_moe": EXPERTS, "ernie4_5_moe": EXPERTS, "dots1": EXPERTS, "solar_open": EXPERTS, "glm4_moe_lite": EXPERTS, "exaone_moe": EXPERTS,
+    "ernie4_5_moe": EXPERTS | {"moe_statics"},
+    "qwen2_moe": EXPERTS, "dots1": EXPERTS, "solar_open": EXPERTS, "glm4_moe_lite": EXPERTS, "exaone_moe": EXPERTS,
     "nemotron_h": EXPERTS, "gpt_oss": ROUTED, "llama4_text": ROUTED, "llama4_tuned": ROUTED, "granitemoehybrid": ROUTED,
 }  # fmt: skip
 # Linear layers whose rows are no multiple of 32 numbers in the tiny model: the kernels do not read them, oneDNN's layout has them.
