@@ -19,6 +19,7 @@ from benchmarks.libraries import Timing
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
 from benchmarks.suite import Suite, option
+from foredraft.backends import native
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
 from foredraft.loading import load_model
@@ -38,7 +39,10 @@ class Settings(suite.Settings):
     configurations: str = option(CONFIGURATIONS, "WEIGHTS/EXECUTION, separated by spaces; int8,DTYPE for weights of eight bits.")
     passes: str = option("1x1 1x6 1x17 1x64 4x1 4x4 16x1 16x3", "ROWSxNODES, separated by spaces: chains.")
     contexts: str = option("64 400", "Tokens in front, separated by spaces.")
-    products: str = option("2048x2048 8192x2048 2048x8192", "OUTPUTSxINPUTS of products, which libraries compute as well; none: left out.")
+    products: str = option(
+        "2048x2048 8192x2048 2048x8192",
+        "OUTPUTSxINPUTS of products beside libraries; empty for none.",
+    )
     tokens: str = option("1 4 8 16 64 256", "Tokens of these products, separated by spaces.")
     repeats: int = option(7, "Measured repeats, after the warm-up.", least=1)
 
@@ -145,6 +149,8 @@ class Kernels(Suite[Settings]):
                 self.advance()
         while targets:
             targets.popitem()[1].close()
+        if settings.device != "cpu" or native.refusal(torch.bfloat16) is not None:
+            return
         for found in libraries.timings(settings.matrices, settings.counts, settings.repeats):
             self.timings += found
             self.advance()

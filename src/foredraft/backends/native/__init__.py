@@ -1,6 +1,6 @@
 """Kernels of our own for CPUs with AVX-512, AVX2 or NEON, compiled on the machine that runs them.
 
-``layer.c`` is compiled once per dtype with the C compiler at hand, in a few seconds, for the instructions that the machine has
+``layer.c`` is compiled once per dtype with the C compiler at hand, in half a minute, for the instructions that the machine has
 (``vectors.h``). The result is kept in the cache folder together with its hash; if that folder cannot be used, every process compiles
 anew. If there is no compiler, or the CPU is an x86-64 without AVX2, :func:`library` says so and other layouts are used. The kernels have
 their own threads, as many as torch uses. On a busy machine these do not wait for preempted ones (``crew.h``).

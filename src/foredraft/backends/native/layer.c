@@ -168,8 +168,8 @@ static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K,
         FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT, VALUES))
 }
 
-/* ASIDE * 16 outputs from o on, of n tokens. `asking` prefetches weights AHEAD bytes before their use, so that reading and computing overlap:
- * the more tokens there are, the less far a CPU reads ahead by itself, and hardware prefetchers stop at the end of a page. */
+/* ASIDE * 16 outputs from o on, of n tokens. `asking` prefetches weights AHEAD bytes before their use, so that reading and computing overlap.
+ * Without it, a CPU reads less far ahead when there are more tokens, and hardware prefetchers stop at the end of a page. */
 INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking, int kind) {
     f32 sums[ASIDE][WIDE];
     const size_t block = (size_t)K * 16 * SIZE(kind);
