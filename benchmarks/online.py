@@ -37,7 +37,7 @@ from foredraft.training.prompts import windows
 from foredraft.tree import TokenTree
 
 A, B = "A", "B"
-GROUPS = {A: ("sympy", "mpmath", "networkx", "scipy", "numpy"), B: ("pip", "setuptools", "pytest", "mypy", "pydantic", "huggingface_hub")}
+GROUPS = {A: ("sympy", "mpmath", "networkx", "scipy", "numpy"), B: ("transformers", "peft")}
 LEARNING, FROZEN, PLAIN = "learning", "not learning", "plain decoding"
 SHIFT, HOME, BACK = "shift", "stationary", "back"
 NEW, PROMPT = 256, 64  # tokens of a call and of its prompt
