@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -171,6 +172,19 @@ def test_what_was_missed_is_read_first(missed):
             expected.append(int(model(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
     assert grown.tokens == expected[len(text) :]
     assert grown.own == [1, 2, 3, -1] and grown.fed == 4 and target.lengths == [len(text) - 1]
+
+
+def test_angles_that_are_replaced_meanwhile_last_as_long_as_a_draft():
+    """Another thread that reads a longer text makes the table anew."""
+    target = Target(build("llama", torch.float32), execution="native", owned=True)
+    target.open([PROMPT], reserve=[100])
+    with torch.inference_mode():
+        target.prefill([PROMPT], first=0)
+        kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
+        kernel._begin([*PROMPT, 1], 1, 4, 100)
+        table = weakref.ref(target.backend.direct.decoder._tables[0])
+        target.backend.direct.decoder._tables = None
+        assert table() is not None and table().data_ptr() == kernel._about.cos
 
 
 def test_what_it_does_not_do_is_left_to_others():

@@ -26,6 +26,7 @@ from foredraft.backends.packing import Packing, refusal
 from foredraft.backends.products import NATIVE, Product
 from foredraft.loading import load_model, load_tokenizer, name_of, tokenizer_of
 from foredraft.quantization import quantize
+from foredraft.quantization.gguf import configure
 from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
 from foredraft.target import Target
 
@@ -286,6 +287,14 @@ def test_sizes_that_the_kernels_do_not_read_are_left_to_torch():
         assert torch.allclose(layer(x), x @ by_hand(weight).T, rtol=1e-4, atol=1e-3)
 
 
+def test_a_module_that_is_moved_has_the_moved_numbers():
+    """``Module.to`` writes to ``data``."""
+    layer, other = layer_of(numbers(8, 64)), numbers(8, 64, seed=1)
+    layer.weight.data = other
+    assert torch.equal(layer.weight.dequantize(), by_hand(other)) and isinstance(layer.weight, torch.nn.Parameter)
+    assert torch.equal(layer.bfloat16().weight.dequantize(), by_hand(other).bfloat16())
+
+
 def test_a_weight_can_be_copied_and_moved_but_not_written_to():
     weight = numbers(8, 64, order=True)
     for other in (weight.clone(), weight.detach(), weight.to("cpu"), torch.nn.Parameter(weight, requires_grad=False)):
@@ -332,6 +341,19 @@ def test_a_checkpoint_is_read_at_its_bits(method, tmp_path):
             assert torch.equal(each.dequantize(torch.float32), wanted[name]), name
     assert sum(isinstance(each, GroupedTensor) for each in found.parameters()) == 2 * 7
     assert torch.equal(logits(found), logits(expected))
+
+
+def test_zero_points_that_are_not_packed(tmp_path):
+    """As older releases of compressed-tensors have them."""
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+
+    def change(about, state):
+        for name in [name for name in state if name.endswith("weight_zero_point")]:
+            shape = state[name.replace("zero_point", "scale")].shape
+            state[name] = library.unpack_from_int32(state[name], 4, shape, packed_dim=0).to(torch.int8).contiguous()
+
+    expected = checkpoint(tmp_path, "compressed-4", change=change)
+    assert torch.equal(logits(load_model(str(tmp_path))), logits(expected))
 
 
 @needs_kernels
@@ -518,11 +540,17 @@ def turned(part):
         ("gptq", turned("qweight"), r"contradicts its configuration: .* which are neither 4 nor 8 bits each"),
         ("gptq", lambda about, state: about.update(bits=3), r"quantized with gptq, with 3 bits; AWQ \(gemm\) of 4 bits"),
         ("awq", lambda about, state: about.update(version="gemv"), r"quantized with awq, in the format 'gemv'"),
+        ("gptq", lambda about, state: about.update(format="marlin"), r"quantized with gptq, in the format 'marlin'"),
         ("compressed-4", lambda about, state: about.update(format="nvfp4-pack-quantized"), r"in the format 'nvfp4-pack-quantized'"),
         (
             "compressed-8",
             lambda about, state: about["config_groups"]["group_0"].update(input_activations={"num_bits": 8}),
             "activations included",
+        ),
+        (
+            "compressed-4",
+            lambda about, state: about.update(transform_config={"config_groups": {"u": {"apply": [{"location": "output"}]}}}),
+            "with transforms of activations",
         ),
         (
             "awq",
@@ -562,10 +590,14 @@ def test_what_the_files_have_is_what_the_test_wrote(tmp_path):
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def gguf_file(folder, kind, name="llama", rotary=None, scaling=None):
-    """A file as llama.cpp's converter makes it, of ``kind``; and the model with the weights that it stands for."""
+def gguf_file(folder, kind, name="llama", rotary=None, scaling=None, without=(), more=()):
+    """A file as llama.cpp's converter makes it, of ``kind``; and the model with the weights that it stands for. ``without`` some of these,
+    and with tensors of ones that are named in ``more``."""
     gguf = pytest.importorskip("gguf")
     model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-").partition("-")[0]
+    for key, each in model.named_parameters():
+        if key.endswith(".bias"):  # zero in a new model
+            each.data.uniform_(-0.2, 0.2, generator=torch.Generator().manual_seed(len(key)))
     config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -599,7 +631,7 @@ def gguf_file(folder, kind, name="llama", rotary=None, scaling=None):
         writer.add_tensor(f"rope_factors_{which}.weight", torch.tensor(rope[f"{which}_factor"]).numpy())
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
+        if (key == "lm_head.weight" and config.tie_word_embeddings) or key in without:
             continue
         target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
         turned = architecture == "llama" and ("q_proj" in key or "k_proj" in key)
@@ -616,6 +648,8 @@ def gguf_file(folder, kind, name="llama", rotary=None, scaling=None):
         if turned:
             stands = stands.reshape(heads, len(tensor) // heads // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
         tensor.copy_(stands)
+    for target in more:
+        writer.add_tensor(target, torch.ones(2, 32, 32).numpy())
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     return model
@@ -667,6 +701,46 @@ def test_positions_that_are_scaled_in_another_way_are_refused(tmp_path):
     gguf_file(tmp_path, "Q8_0", "wide-llama", scaling=gguf.RopeScalingType.LONGROPE)
     with pytest.raises(ConfigurationError, match=r"model\.gguf' scales positions in a way that is not read \(longrope\)"):
         load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+def test_what_a_gguf_file_does_not_say_is_what_llama_cpp_takes_it_for(tmp_path):
+    gemma = Gemma2Config(**{**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None})
+    configure(gemma, "gemma2", {}.get, tmp_path)
+    assert (gemma.attn_logit_softcapping, gemma.final_logit_softcapping) == (50.0, 30.0)
+    assert gemma.layer_types == ["sliding_attention", "full_attention"]
+    for said in ({"rope.scale_linear": 4.0}, {"rope.scaling.factor": 4.0}):
+        llama = LlamaConfig(**BLOCKS)
+        configure(llama, "llama", said.get, tmp_path)
+        assert llama.rope_parameters["rope_type"] == "linear" and llama.rope_parameters["factor"] == 4.0
+
+
+EXPERTS = [f"blk.{layer}.ffn_{part}_exps.weight" for layer in range(2) for part in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"without": ["model.layers.1.mlp.up_proj.weight"]}, r"model\.gguf' lacks model\.layers\.1\.mlp\.up_proj\.weight, unlike a Llama"),
+        ({"more": EXPERTS}, r"has model\.layers\.0\.mlp\.experts\.down_proj, unlike a LlamaForCausalLM; load .* with quantization='int4'"),
+    ],
+)
+def test_a_gguf_file_with_other_tensors_than_its_model_is_refused(how, message, tmp_path):
+    """Such as Mixtral's, which llama.cpp calls a llama."""
+    gguf_file(tmp_path, "Q8_0", "wide-llama", **how)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_several_gguf_files_of_a_model_are_to_be_merged(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama", split_max_tensors=1)
+    for name in ("token_embd.weight", "output_norm.weight"):
+        writer.add_tensor(name, torch.ones(4, 4).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    for number in (1, 2):
+        with pytest.raises(ConfigurationError, match=r"-of-00002\.gguf' is one of 2 files of a model; .* llama-gguf-split --merge"):
+            load_model(tmp_path / f"model-0000{number}-of-00002.gguf")
 
 
 def test_a_gguf_file_may_be_named_by_its_path(tmp_path):

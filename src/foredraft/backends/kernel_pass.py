@@ -338,6 +338,7 @@ class NativeModel(Override):
         angles = self.angles_by_position(like, most)
         if angles is not None:
             about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
+            given.beside = angles  # passes in other threads may replace the tables
         return angles is not None
 
     @property

@@ -74,7 +74,7 @@ def format_of(weight: Any, unit: int | None = None) -> Format | None:
     if is_int8(weight):
         return Format(native.EIGHTS)
     if isinstance(weight, GroupedTensor):
-        order = "" if weight.order is None else hashlib.sha256(weight.order.numpy().tobytes()).hexdigest()[:16]
+        order = "" if weight.order is None else hashlib.sha256(weight.order.cpu().numpy().tobytes()).hexdigest()[:16]
         zero, unit = None if weight.zeros is not None else weight.zero, unit or (UNIT if weight.ndim == 2 else LEAST)
         found = grouped(weight.bits, weight.group, weight.inputs, weight.scale, zero, unit)
         nested = 0 if weight.over is None and weight.mins is None else weight.nested

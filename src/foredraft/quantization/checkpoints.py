@@ -60,7 +60,11 @@ def config_to_load(source: str, config: Mapping[str, Any], *, local_files_only: 
 
 
 def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *, local_files_only: bool, **how: Any) -> Any:
-    """The model in the GGUF file ``name`` in the folder, or of the hub id, ``source``; in bfloat16 unless ``dtype`` says otherwise."""
+    """The model in the GGUF file ``name`` in the folder, or of the hub id, ``source``; in bfloat16 unless ``dtype`` says otherwise.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or its tensors are not those of the model that it says it is.
+    """
     from transformers.utils import cached_file
 
     path = Path(cached_file(source, name, local_files_only=local_files_only))
@@ -73,7 +77,15 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
         about = {"quant_method": "gguf"}
         config.quantization_config = {"quant_method": NAME, "original": about, "form": "gguf", "source": f"{source}/{name}", "there": there}
     made = loader._model_mapping[type(config)]  # the class itself: the loader asks what is at a path, and there is none
-    model = made.from_pretrained(None, config=config, state_dict=state, dtype=dtype or torch.bfloat16, **how)
+    model, info = made.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype or torch.bfloat16, output_loading_info=True, **how
+    )
+    for what, tensors in (("has", info["unexpected_keys"]), ("lacks", info["missing_keys"])):
+        if tensors:
+            raise ConfigurationError(
+                f"{str(path)!r} {what} {min(tensors)}, unlike a {made.__name__}; load the checkpoint that it was made from, with "
+                "quantization='int4'"
+            )
     model.name_or_path = model.config._name_or_path = f"{source}/{name}"
     return model
 
@@ -108,7 +120,7 @@ class Stored:
         if method == "compressed-tensors":
             return Stored._of_compressed_tensors(about, refuse)
         bits, group = about.get("bits", about.get("w_bit", 4)), int(about.get("group_size", about.get("q_group_size", 128)))
-        form = str(about.get("checkpoint_format", about.get("version", method))).lower()
+        form = next(str(about[key]).lower() for key in ("checkpoint_format", "version", "format", "quant_method") if key in about)
         known = {"awq": ("awq", "gemm"), "gptq": ("gptq", "gptq_v2", "none")}[method]
         if bits not in ((4,) if method == "awq" else (4, 8)):
             raise refuse(f"with {bits} bits")
@@ -119,6 +131,9 @@ class Stored:
     @staticmethod
     def _of_compressed_tensors(about: Mapping[str, Any], refuse: Callable[[str], ConfigurationError]) -> Stored:
         found = {}
+        transforms = (about.get("transform_config") or {}).get("config_groups", {}).values()
+        if any(not each["location"].startswith("weight_") for group in transforms for each in group.get("apply", ())):
+            raise refuse("with transforms of activations")
         for group in about.get("config_groups", {}).values():
             weights, form = group.get("weights") or {}, group.get("format") or about.get("format")
             if group.get("input_activations") or group.get("output_activations"):
@@ -206,14 +221,17 @@ class Stored:
             return bits, codes, parts["scales"].T, zeros, parts.get("g_idx")
         scale, zero = parts["weight_scale"], parts.get("weight_zero_point")
         scale = scale.expand(outputs, -1) if scale.ndim == 2 else scale.reshape(-1, 1).expand(outputs, 1)
-        if self.form == "int-quantized":
-            stands = 128 if zero is None else (zero.reshape(-1, scale.shape[1]).to(torch.int16) + 128).expand(scale.shape)
-            return 8, (parts["weight"].to(torch.int16) + 128).to(torch.uint8), scale, stands, None
-        bits = bits_of(parts["weight_packed"].shape[1], inputs)
-        codes = fields(parts["weight_packed"], bits)[:, :inputs]
-        if zero is not None:
-            zero = fields(zero.T, bits)[:, :outputs].T
-        return bits, codes, scale, 1 << (bits - 1) if zero is None else zero, parts.get("weight_g_idx")
+        packed = self.form == "pack-quantized"
+        bits = bits_of(parts["weight_packed"].shape[1], inputs) if packed else 8
+        codes = fields(parts["weight_packed"], bits)[:, :inputs] if packed else (parts["weight"].to(torch.int16) + 128).to(torch.uint8)
+        half = 1 << (bits - 1)
+        if zero is None:
+            stands: Tensor | int = half
+        elif packed and zero.dtype == torch.int32:
+            stands = fields(zero.T, bits)[:, :outputs].T
+        else:  # by tensor, and as older releases have them
+            stands = (zero.reshape(-1, scale.shape[1]).to(torch.int16) + half).expand(scale.shape)
+        return bits, codes, scale, stands, parts.get("weight_g_idx")
 
 
 def bits_of(words: int, inputs: int) -> int:

@@ -113,21 +113,27 @@ def opened(path: Path) -> Any:
     """gguf's reader of the file at ``path``.
 
     Raises:
-        ConfigurationError: gguf is missing, or this is no whole GGUF file.
+        ConfigurationError: gguf is missing, or this is no whole GGUF file, or one of several.
     """
     try:
         import gguf
     except ImportError as error:
         raise ConfigurationError("reading GGUF files needs gguf; install it with: pip install 'foredraft[gguf]'") from error
     try:
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise ConfigurationError(f"{str(path)!r} is no GGUF file, or only a part of one: {first_line(error)}") from error
+    parts = reader.fields.get("split.count")
+    if parts is not None and (count := parts.contents()) > 1:
+        raise ConfigurationError(
+            f"{str(path)!r} is one of {count} files of a model; make one of them with llama.cpp's llama-gguf-split --merge, and load that"
+        )
+    return reader
 
 
 def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
     """The tensors of a file that is :func:`opened`, as :class:`~foredraft.quantization.checkpoints.Layer` and the model have them;
-    ``config`` gets the size of a head.
+    ``config`` gets what transformers does not read.
 
     Raises:
         ConfigurationError: the file has something that is not supported.
@@ -152,6 +158,8 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
         config.rope_parameters |= {"rope_type": "longrope", **{name: each.tolist() for name, each in factors.items()}}
     state: dict[str, Tensor] = {}
     names = {tensor.name for tensor in reader.tensors}
+    if architecture == "llama":
+        config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
     experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
     for number in range(config.num_hidden_layers if experts else 0):
         state |= of_experts(experts, number, path)
@@ -180,15 +188,17 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
 
 
 def configure(config: Any, architecture: str, field: Callable[[str], Any], path: Path) -> None:
-    """Tell ``config`` what transformers does not ask a file for. ``field`` gives what the file has for its architecture, or None.
+    """Tell ``config`` what transformers does not ask a file for, and llama.cpp's defaults for what a file does not say. ``field`` gives
+    what the file has for its architecture, or None.
 
     Raises:
         ConfigurationError: positions are scaled in a way that is not read.
     """
-    scaling = field("rope.scaling.type")
+    factor = field("rope.scaling.factor") or field("rope.scale_linear")  # the older name
+    scaling = field("rope.scaling.type") or ("linear" if factor else None)
     if scaling not in (None, "none", "linear", "yarn") or (scaling == "yarn" and field("rope.scaling.attn_factor") not in (None, 1.0)):
         raise ConfigurationError(f"{str(path)!r} scales positions in a way that is not read ({scaling})")
-    scaled = {"rope_type": scaling, "factor": field("rope.scaling.factor")} if scaling in ("linear", "yarn") else {}
+    scaled = {"rope_type": scaling, "factor": factor} if scaling in ("linear", "yarn") else {}
     if scaling == "yarn":
         scaled["original_max_position_embeddings"] = field("rope.scaling.original_context_length") or config.max_position_embeddings
     rope = {"rope_type": "default", "rope_theta": field("rope.freq_base") or (1e6 if architecture == "gemma3" else 1e4), **scaled}
@@ -207,11 +217,12 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
     elif architecture in GEMMA:  # llama.cpp knows what the largest models scale queries by from their number of layers
         largest = config.num_hidden_layers == (46 if architecture == "gemma2" else 62)
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
-        config.final_logit_softcapping = field("final_logit_softcapping")
-        config.attn_logit_softcapping = field("attn_logit_softcapping")
+        config.final_logit_softcapping = field("final_logit_softcapping") or (30.0 if architecture == "gemma2" else None)
+        config.attn_logit_softcapping = field("attn_logit_softcapping") or (50.0 if architecture == "gemma2" else None)
         local = {"rope_type": "default", "rope_theta": field("rope.freq_base_swa") or 1e4}
         config.rope_parameters = rope if architecture == "gemma2" else {"full_attention": rope, "sliding_attention": local}
-        if not field("attention.sliding_window"):
+        window = field("attention.sliding_window")
+        if window == 0 or (window is None and architecture == "gemma3"):
             config.layer_types = ["full_attention"] * config.num_hidden_layers
     elif scaled:
         config.rope_parameters = {**config.rope_parameters, **scaled}

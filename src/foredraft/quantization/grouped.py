@@ -129,6 +129,8 @@ class GroupedTensor(Tensor):
                 return self.expert(args[1]).dequantize()
             if function is Tensor.transpose and {each % 3 for each in args[1:]} == {1, 2}:
                 return self.mapped(lambda each: each, transposed=not self.transposed)
+        if function == Tensor.data.__set__ and isinstance(args[1], GroupedTensor):  # type: ignore[attr-defined]
+            vars(args[0]).update(vars(args[1]))  # Module.to does this; torch does not know of the tensors inside
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
