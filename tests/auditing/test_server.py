@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 from foredraft import ConfigurationError, ExactnessError
 from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server, samples
 from foredraft.auditing.server.abilities import Abilities, find
-from foredraft.auditing.server.answers import Request, answers
+from foredraft.auditing.server.answers import Answer, Request, answers
 from foredraft.auditing.server.client import Client, ServerError
+from foredraft.auditing.server.contents import shorter
 from foredraft.auditing.server.plan import Plan
 from foredraft.cli import app
 
@@ -84,6 +86,20 @@ def test_what_does_not_repeat_may_still_be_exact(fault: str):
     report = audited(fault, samples=40)
     assert all(check.reproducibility for check in report.checks if check.status == "fault")
     assert status(report, SAMPLES) == "ok" and "no other fault was found" in report.summary
+
+
+def test_parts_of_a_character_are_no_other_text():
+    """Some tokenizers show each byte of it as a character."""
+
+    def answer(request: Request, text: str) -> Answer:
+        return Answer(request, (text,), None, "length", None, None)
+
+    def asked(text: str) -> str:
+        client: Any = SimpleNamespace(in_turn=lambda requests: [answer(each, text) for each in requests])
+        abilities = Abilities(None, {}, (), True, True, False)
+        return shorter(Plan(client, abilities, ["a"], 0, 6, [answer(Request("a"), "ab\N{GRINNING FACE}c")], [True])).status
+
+    assert [asked(text) for text in ("ab\ufffd\ufffd\ufffd", "ab", "b\ufffd")] == ["ok", "ok", "fault"]
 
 
 def drawn(*faults: str, seed: int = 0, count: int | None = None, alternatives: int = 20) -> samples.Samples:

@@ -177,6 +177,14 @@ def test_rounds_are_told_to_who_asks_for_them(url: str):
     assert not any("round" in c for chunk in post(url, prompt="hello", max_tokens=4, stream=True) for c in chunk["choices"])
 
 
+def test_streamed_token_ids_add_up_to_those_of_the_whole(url: str):
+    """Those of rounds that show no text are among them: here a round adds a part of a character."""
+    body = {"prompt": "hello", "structured_outputs": {"choice": ["é€é€"]}, "speculation": "off", "return_token_ids": True}
+    chunks = post(url, **body, stream=True)
+    streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert streamed == post(url, **body)["choices"][0]["token_ids"] and len(streamed) > 4
+
+
 def test_predictions_are_counted(url: str):
     full = post(url, prompt="hello", max_tokens=30, seed=2)
     guess = {"type": "content", "content": text(full)[0]}
@@ -217,7 +225,13 @@ def test_tokens_to_text_and_back(url: str):
     assert post(url, "/detokenize", tokens=ids["tokens"])["prompt"] == "hello user"
     chat = post(url, "/tokenize", **CHAT)
     assert post(url, "/detokenize", tokens=chat["tokens"])["prompt"] == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert httpx.get(url + "/tokenizer_info").json()["tokenizer_class"]
+
+
+def test_what_is_said_of_the_tokenizer_names_no_paths(url: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("vocab_file", "merges_file"):
+        monkeypatch.setitem(tiny_chat().tokenizer.init_kwargs, name, "/home/somebody/file")
+    found = httpx.get(url + "/tokenizer_info")
+    assert found.json()["tokenizer_class"] and "somebody" not in found.text
 
 
 def test_about_the_server(url: str):

@@ -16,9 +16,11 @@ from typing import Any
 import httpx
 import pytest
 from served import served, tiny_chat
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
+from starlette.routing import Mount
 
-from foredraft.serving import application, formats, protect, sse
+from foredraft.serving import Settings, application, formats, protect, sse
 from foredraft.serving.failures import ApiError
 from foredraft.serving.hard_schemas import check
 from foredraft.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -103,6 +105,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": "[" * 30_000}}, "structured_outputs"),
     ({"structured_outputs": {"json": '{"enum": ["\\ud800"]}'}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"enum": ["a" * 70_000]}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 10**400}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"minimum": ' + "9" * 5000 + "}"}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
 ]
@@ -200,6 +204,12 @@ def test_paths_methods_and_types(url: str):
     assert httpx.get(url + "/health", headers={"host": "localhost:1"}).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:1", "127.0.0.2:1", "[::1]:1"])
+def test_every_local_host_is_taken(url: str, host: str):
+    """A server may listen at any local address."""
+    assert httpx.get(url + "/health", headers={"host": host}).status_code == 200
+
+
 def test_request_ids_are_echoed(url: str):
     assert httpx.get(url + "/v1/models", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert httpx.get(url + "/v1/models", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
@@ -269,6 +279,18 @@ def test_keys_are_asked_for_everywhere_but_where_they_are_not():
             assert refusal(httpx.get(url + "/v1/models", headers=headers), 401)["code"] == "invalid_api_key"
             refusal(httpx.post(url + "/tokenize", json={"prompt": "a"}, headers=headers), 401)
         assert httpx.get(url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_a_mounted_server_asks_for_keys_where_it_would_alone():
+    """Wherever it is mounted."""
+    own = application.app(tiny_chat(), Settings(model="tiny", keys={"a": "secret"}))
+    transport = httpx.ASGITransport(Starlette(routes=[Mount("/page/model", app=own)]))
+
+    async def statuses(*paths: str) -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost/page/model") as client:
+            return [(await client.get(path)).status_code for path in paths]
+
+    assert asyncio.run(statuses("/metrics", "/", "/page/icon.svg", "/v1/models")) == [200, 200, 200, 401]
 
 
 def test_keys_may_have_any_letters():

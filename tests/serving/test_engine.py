@@ -165,6 +165,31 @@ def test_a_choice_is_finished_and_the_others_go_on():
     run(main())
 
 
+def test_rows_that_are_finished_early_or_left_are_done_as_well():
+    """Stop strings may end all texts of a server. Its rate must not fall as if nothing were done, nor its failures add up."""
+
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator) as engine:
+            for _ in range(FATAL):
+                speculator.drafter.failures = 1
+                engine.submit(failing := job())
+                assert isinstance((await read(failing))[2], EngineError)
+                engine.submit(asked := job(Choice([0], parameters(100_000))))
+                events = asked.events()
+                await anext(events)
+                engine.finish(asked, 0)
+                async for _ in events:
+                    pass
+            engine.submit(leaver := job(Choice([0], parameters(100_000))))
+            await anext(leaver.events())
+            engine.leave(leaver)
+            await ask(engine)
+            assert engine.state == "ready" and len(engine._rate._done) == FATAL + 2
+
+    run(main())
+
+
 def test_leaving_or_finishing_what_is_over_changes_nothing():
     """The API leaves every job in the end, and finishes choices that may be over."""
 

@@ -408,6 +408,47 @@ def test_chat_is_offered_where_there_is_a_template(browser, url):
         page.get_by_label("Beginning of the text").wait_for()
 
 
+def test_while_a_text_is_written_no_other_begins(browser, url):
+    """Enter sends nothing, and the kind of text stays."""
+    asked = []
+    with opened(browser, url) as page:
+        page.evaluate("() => sessionStorage.clear()")
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
+        page.route("**/v1/chat/completions", lambda route: asked.append(route))  # no answer comes
+        page.reload()
+        page.evaluate("() => sessionStorage.clear()")
+        page.reload()
+        page.get_by_role("heading", name="Chat").wait_for()
+        other = page.get_by_role("button", name="Complete", exact=True)
+        for text in ("Hi", "And now?"):
+            page.get_by_label("Message").fill(text)
+            page.keyboard.press("Enter")
+            page.get_by_role("button", name="Stop").wait_for()
+            assert other.is_disabled()
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Send").wait_for()
+        assert len(asked) == 1 and other.is_enabled() and page.get_by_label("Message").input_value() == "And now?"
+
+
+def test_a_drafter_without_trees_is_offered_chains(browser, url):
+    """Whatever shape another drafter was asked for before."""
+    known = httpx.get(f"{url}/rounds").json()
+    first, second = known["drafters"]
+    second["rules"].pop("tree")
+    with opened(browser, f"{url}/#roll", motion="reduce") as page:
+        page.route("**/rounds", lambda route: route.fulfill(json=known) if route.request.method == "GET" else route.continue_())
+        page.reload()
+        page.get_by_label("Shape of the draft").select_option("product(3,2,1)")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.locator(".landed").wait_for()
+        page.get_by_label("Drafter").select_option(second["id"])
+        assert page.get_by_label("Shape of the draft").input_value() == "chain(5)"
+        page.get_by_role("button", name="Try the other rules").click()
+        page.locator(".outcomes li").nth(len(first["rules"]["tree"]) - 1).wait_for()
+        page.get_by_role("button", name="Roll again").click()
+        page.locator(".one > header").get_by_text(f"{second['name']}, chain(5)").wait_for()
+
+
 def test_nothing_comes_from_elsewhere(browser, url):
     """One origin, and a policy that holds it to that; a chart's library only where charts are."""
     with opened(browser, "about:blank") as page:

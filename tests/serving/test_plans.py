@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from served import tiny_chat
+from served import TINY, tiny_chat
 from transformers import GenerationConfig
 
 from foredraft import RowParameters
 from foredraft.guesses import ForcedTokens, Prediction
+from foredraft.loading import load_tokenizer
 from foredraft.rows import Commit
 from foredraft.serving import Settings
+from foredraft.serving.chat import Chat
 from foredraft.serving.failures import ApiError
 from foredraft.serving.requests import Plan, Requests
-from foredraft.serving.schema import ChatRequest, CompletionRequest
+from foredraft.serving.schema import ChatRequest, CompletionRequest, Function, Message, Tool
 from foredraft.serving.writers import Prompt, TokenNames, Writer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -96,6 +98,14 @@ def test_without_a_chat_template_chat_says_so():
 def test_an_operators_template_takes_the_place_of_the_tokenizers():
     settings = Settings(model="tiny", chat_template="{{ messages[0].content }}!")
     assert tiny_chat().tokenizer.decode(plan(messages=MESSAGES, settings=settings).prompts[0]) == "hello!"
+
+
+def test_of_several_chat_templates_the_tokenizer_takes_the_one_that_fits():
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}!", "tool_use": "{{ tools[0].function.name }}?"}
+    chat, messages = Chat(tokenizer, None), [Message(role="user", content="hello")]
+    tools = [Tool(type="function", function=Function(name="clock"))]
+    assert [tokenizer.decode(chat.prompt(messages, each)) for each in ([], tools)] == ["hello!", "clock?"]
 
 
 def test_the_token_that_ends_a_text_counts_but_is_not_shown():

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from served import TINY, events, served, tiny_chat
 
 from foredraft import Speculator
+from foredraft.grammars import Grammar
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.rows import Commit
 from foredraft.serving.jobs import Choice
 from foredraft.serving.requests import Plan, RowParameters
 from foredraft.serving.responses import ChatAnswer, Facts, gather
 from foredraft.serving.schema import ChatRequest
-from foredraft.serving.tools import BEGIN, END, ListReader, Reader, TaggedReader, TemplateReader
+from foredraft.serving.tools import BEGIN, END, ListReader, Reader, TaggedReader, TemplateReader, calls_schema
 from foredraft.serving.writers import TokenNames
 
 CALL = BEGIN + '{"name": "f", "arguments": {"a": 1}}' + END
@@ -57,8 +58,15 @@ DEEP = 100_000  # lists in each other, which no Python reads; from 3.12 on the C
 
 @pytest.mark.parametrize(
     "inside",
-    ['{"name": "f", "arguments": ' + "[" * DEEP + "]" * DEEP + "}", '{"name": ["f"]}', '["f"]', '{"name": "g"}', "{"],
-    ids=["deep", "list", "no object", "unknown", "no JSON"],
+    [
+        '{"name": "f", "arguments": ' + "[" * DEEP + "]" * DEEP + "}",
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": ["f"]}',
+        '["f"]',
+        '{"name": "g"}',
+        "{",
+    ],
+    ids=["deep", "infinite", "list", "no object", "unknown", "no JSON"],
 )
 def test_what_is_no_call_stays_text(inside: str):
     assert message(TaggedReader(["f"], parallel=True), [BEGIN + inside + END]) == (BEGIN + inside + END, [])
@@ -75,9 +83,49 @@ def test_half_surrogates_stay_spelt():
             assert arguments.encode() and arguments == ("\\ud800" if given_arguments == written[0] else spelt)
 
 
-def test_a_deep_list_of_calls_is_shown_as_text():
-    text = '{"name": "f", "arguments": {"a": ' + "[" * DEEP + "]" * DEEP + "}}"
+@pytest.mark.parametrize("value", ["[" * DEEP + "]" * DEEP, "9" * 5000, "1e999"], ids=["deep", "long", "infinite"])
+def test_forced_calls_that_python_cannot_read_are_shown_as_text(value: str):
+    text = '{"name": "f", "arguments": {"a": ' + value + "}}"
     assert message(ListReader(), [f"[{text}]"]) == (text, [])
+
+
+def tool(name: str, item: str) -> dict[str, Any]:
+    """Its arguments have an item, and may have arguments like themselves in them."""
+    schema = {
+        "type": "object",
+        "properties": {"item": {"$ref": "#/$defs/Item"}, "inner": {"$ref": "#"}},
+        "required": ["item"],
+        "additionalProperties": False,
+        "$defs": {"Item": {"enum": [item]}},
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        ({"item": "a"}, True),
+        ({"item": "b"}, False),
+        ({"item": "a", "inner": {"item": "a"}}, True),
+        ({"item": "a", "inner": {"item": "b"}}, False),
+        ({"item": "a", "inner": []}, False),
+    ],
+)
+def test_references_of_a_tool_mean_its_own_schema(arguments: dict[str, Any], allowed: bool):
+    """Another tool may have a definition of the same name."""
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [tool("f", "a"), tool("g", "b")], "tool_choice": "required"}
+    tokenizer = tiny_chat().tokenizer
+    schema = calls_schema(ChatRequest.model_validate(asked))
+    compiled = Grammar(tokenizer, json_schema=schema, backend="llguidance").compiled
+    matcher = compiled.start()
+    text = json.dumps([{"name": "f", "arguments": arguments}])
+    assert all(compiled.accept(matcher, token) for token in tokenizer(text)["input_ids"]) == allowed
+
+
+def test_definitions_that_are_none_are_the_clients_mistake(url: str):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"$defs": [1], "$ref": "#/$defs/a"}}}]
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
+    assert httpx.post(url + "/v1/chat/completions", json=asked, timeout=60).status_code == 400
 
 
 class Template:
@@ -103,6 +151,15 @@ def test_a_stop_string_cuts_what_a_response_template_reads(fails: bool):
     answer.readers = [TemplateReader(Template(tokenizer, fails=fails), [3], tools)]
     answer.take(0, Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "wxyz"], 0, None))
     assert answer.whole()["choices"][0]["message"]["content"] == "wx"
+
+
+def test_calls_that_a_response_template_reads_in_part_are_none():
+    class Half:
+        def parse_response(self, response: Any, **options: Any) -> dict[str, Any]:
+            return {"tool_calls": [{"function": {"name": "f", "arguments": {}}}, {}]}
+
+    reader = TemplateReader(Half(), [3], [])
+    assert message(reader, ["text"]) == ("text", []) and reader.calls == 0
 
 
 RESPONSE = {  # as models write that have a template of their own; the end of the text is a token of it

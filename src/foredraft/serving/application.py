@@ -40,7 +40,7 @@ from foredraft.verification.match import Match
 VERSION = "1"  # of the API
 MOST_ASIDE = 64  # requests for tokens and texts of tokens that wait or are worked on
 log = logging.getLogger("foredraft.serving")
-PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
+PRIVATE = ("name_or_path", "is_local", "local_files_only")  # of the tokenizer: about this machine, as are paths of files
 Choices = list[dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Any]]
 
@@ -193,7 +193,7 @@ class Server:
         plain = {
             name: value
             for name, value in self.tokenizer.init_kwargs.items()
-            if isinstance(value, (str, int, float, bool, type(None))) and name not in PRIVATE
+            if isinstance(value, (str, int, float, bool, type(None))) and name not in PRIVATE and not name.endswith("_file")
         }
         return {**plain, "tokenizer_class": type(self.tokenizer).__name__, "chat_template": self.requests.chat.source or None}
 

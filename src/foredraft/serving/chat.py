@@ -22,8 +22,8 @@ class Chat:
 
     @property
     def source(self) -> str:
-        """The template's text; of several, that of the first."""
-        return str(next(iter(self.template.values())) if isinstance(self.template, dict) else self.template or "")
+        """The template's text; of several, all of them."""
+        return "\n".join(self.template.values()) if isinstance(self.template, dict) else str(self.template or "")
 
     def prompt(
         self,
@@ -52,10 +52,11 @@ class Chat:
         native = "developer" in self.source
         shown = [as_template_reads(message, developer=native) for message in messages]
         given = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        template = self.template if isinstance(self.template, str) else None  # of several, the tokenizer takes the one that fits
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
-                    shown, tools=given, chat_template=self.template, tokenize=False, add_generation_prompt=begin_answer, **options
+                    shown, tools=given, chat_template=template, tokenize=False, add_generation_prompt=begin_answer, **options
                 )
             )
         except Exception as error:  # a template is a program of the model's author

@@ -249,6 +249,7 @@ class Engine:
         job.unfinished.discard(choice)
         slot = next((slot for slot, live in self._live.items() if (live.waiting.job, live.waiting.index) == (job, choice)), -1)
         if slot >= 0:
+            self._failures = 0  # its steps went well
             self.metrics.over(self._remove(slot), "stop")
         self._outbox.append((job, Progress(choice, Commit(slot, [], 0, "removed"))))
 
@@ -294,6 +295,7 @@ class Engine:
             self.session.remove(slot)
         except Exception as error:
             self._broken(error)
+        self._rate.step(0.0, 1)  # its room is free, as that of a row that ends by itself
         return live
 
     def _over(self, slot: int) -> Live:

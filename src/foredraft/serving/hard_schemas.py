@@ -39,7 +39,9 @@ def check(kind: str, source: Any) -> None:
             return
         for schema in schemas:
             check_schema(schema)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError) as error:  # JSON, or a number with more digits than Python reads
         raise ConfigurationError(f"the schema is no JSON: {error}") from None
 
 
@@ -48,7 +50,7 @@ def check_schema(schema: Any) -> None:
     for each in objects(schema):
         properties, patterns, step = (each.get(word) for word in ("properties", "patternProperties", "multipleOf"))
         names += len(patterns) if isinstance(patterns, dict) else 0
-        if isinstance(step, (int, float)) and not isinstance(step, bool) and math.isfinite(step):
+        if isinstance(step, (int, float)) and not isinstance(step, bool) and abs(step) < math.inf:
             steps.append(Fraction(str(step)))
         if isinstance(properties, dict) and len(properties) > PROPERTIES:
             raise ConfigurationError(f"an object has more than {PROPERTIES:,} properties; use fewer")

@@ -40,7 +40,6 @@ BODIES = 32  # of the largest size that all requests together may hold
 SHARE = 8  # of these that the requests of one owner may hold
 INSTEAD = {"response_format": "use structured_outputs", "functions": "use tools", "function_call": "use tool_choice"}
 LEFT = 499  # in the log: the client left before it had its answer
-LOCAL = {"localhost", "127.0.0.1", "::1"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -96,7 +95,7 @@ class Protection:
             if state["held"]:
                 self.held[state["owner"]] -= state["held"]
                 self.held += Counter()  # without those that hold nothing
-            if scope["path"] not in OPEN:
+            if path_of(scope) not in OPEN:
                 status, seconds = state["status"] or LEFT, time.monotonic() - begin
                 # percent-encoded again, so that no path can look like another line
                 log.info("%s %s %s %d %.3f s", state["id"], scope["method"], quote(scope["path"]), status, seconds)
@@ -140,7 +139,7 @@ class Protection:
         Raises:
             ApiError: 400.
         """
-        if self.local and name_of_host(host) not in LOCAL:
+        if self.local and not is_local(name_of_host(host)):
             raise refused(
                 f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host", code="host"
             )
@@ -151,7 +150,8 @@ class Protection:
         Raises:
             ApiError: 401.
         """
-        open_to_all = scope["path"] in OPEN or scope["path"].startswith("/page/") or scope["method"] == "OPTIONS"
+        path = path_of(scope)
+        open_to_all = path in OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS"
         if not self.keys or open_to_all:
             return None
         kind, _, key = header.partition(" ")
@@ -181,6 +181,11 @@ async def drop_rest(receive: Receive) -> None:
 
 def too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than the {most} bytes that this server takes", code="too_large", headers=CLOSE)
+
+
+def path_of(scope: Scope) -> str:
+    """The path below where another application mounts this one."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def is_local(host: str) -> bool:

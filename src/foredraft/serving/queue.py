@@ -104,7 +104,7 @@ class FairQueue:
 
 
 class DrainRate:
-    """How many rows are done per second in which rows were decoded, over the last :data:`DONE` of them."""
+    """How many rows are over per second in which rows were decoded, whatever ended them: the last :data:`DONE` of them count."""
 
     def __init__(self) -> None:
         self._done: deque[float] = deque(maxlen=DONE)  # by the clock below

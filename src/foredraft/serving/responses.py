@@ -64,12 +64,13 @@ class Answer(ABC):
         if writer.over:  # a stop string was found, and the row went on until the engine knew
             return []
         piece = writer.add(commit)
-        if piece.empty:
+        ids = self.request.return_token_ids
+        if piece.empty and not (ids and piece.tokens):
             return []
         found = self._choices(index, piece)
         if piece.round is not None and found:
             found[0]["round"] = round_json(piece.round, self.names)
-        if self.request.return_token_ids and found:
+        if ids and found:
             found[0]["token_ids"] = list(piece.tokens)
         return found
 

@@ -29,19 +29,14 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
     arguments = {tool.function.name: tool.function.parameters or ANY_ARGUMENTS for tool in request.tools}
     if isinstance(request.tool_choice, NamedTool):
         return arguments[request.tool_choice.function.name]
-    # definitions that a schema refers to move to the root, where "#/…" finds them
-    definitions: dict[str, Any] = {}
-    for schema in arguments.values():
-        for word in ("$defs", "definitions"):
-            definitions.setdefault(word, {}).update(schema.get(word) or {})
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": schema},
+            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name, schema in arguments.items()
+        for name in arguments
     ]
     most = {} if request.parallel_tool_calls else {"maxItems": 1}
     return {
@@ -49,14 +44,30 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
         "minItems": 1,
         "items": {"anyOf": calls},
         **most,
-        **{word: found for word, found in definitions.items() if found},
+        "$defs": {name: moved(schema, f"#/$defs/{name}") for name, schema in arguments.items()},
+    }
+
+
+def moved(schema: Any, place: str) -> Any:
+    """``schema`` as a part of another, at ``place``: what it says of its own parts goes on to mean them."""
+    if isinstance(schema, list):
+        return [moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        word: place + value[1:] if word == "$ref" and isinstance(value, str) and value.partition("/")[0] == "#" else moved(value, place)
+        for word, value in schema.items()
     }
 
 
 def as_json(arguments: Any) -> str:
     """The arguments of a call as text that UTF-8 can say: half of a surrogate pair, which JSON can spell, stays spelt. A model may have
-    written them as a string already."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    written them as a string already.
+
+    Raises:
+        ValueError: a number in them is none that JSON has.
+    """
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -131,7 +142,7 @@ class ListReader(Reader):
         try:
             call = json.loads(self.text)
             return self.call(call["name"], as_json(call["arguments"]))
-        except RecursionError:
+        except (RecursionError, ValueError):  # the latter for numbers beyond Python's
             return {"content": self.text}
 
 
@@ -209,6 +220,7 @@ class TemplateReader(Reader):
                 found.append(self.call(function["name"], as_json(function.get("arguments", {}))))
         except Exception as error:  # the template is a program of the model's author, and the text may be anything
             log.warning("the response template failed: %s", error)
+            self.calls = 0
             return [{"content": self.text}] if self.text else []
         return found
 

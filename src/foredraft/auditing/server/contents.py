@@ -86,7 +86,7 @@ def shorter(plan: Plan) -> Check:
         wanted, requests = plan.repeated(max_tokens=length)
         for whole, answer in zip(wanted, plan.client.in_turn(requests)):
             number += 1
-            text = answer.text.removesuffix(UNCLEAR)
+            text = answer.text.rstrip(UNCLEAR)
             same = whole.tokens is None or answer.tokens is None or names(answer) == names(whole)[:length]
             if not whole.text.startswith(text) or not same:
                 off.append(f"{described(answer)}, max_tokens {length}: {answer.text[-16:]!r} is not how the longer answer goes on")

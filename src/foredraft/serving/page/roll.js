@@ -56,11 +56,13 @@ function Rolling({ known }) {
   const [problem, setProblem] = useState(null);
   const abort = useAbort();
 
-  const kind = settings.shape.startsWith("chain") ? "chain" : "tree";
   const drafter = known.drafters.find(({ id }) => id === settings.drafter) ?? known.drafters[0];
+  const shapes = known.shapes.filter((each) => drafter.rules.tree || each.startsWith("chain"));
+  const shape = shapes.includes(settings.shape) ? settings.shape : shapes[0];
+  const kind = shape.startsWith("chain") ? "chain" : "tree";
   const rules = drafter.rules[kind] ?? [];
   const rule = rules.includes(settings.rule) ? settings.rule : rules.includes("rejection") ? "rejection" : rules[0];
-  const body = { ...settings, drafter: drafter.id, rule };
+  const body = { ...settings, drafter: drafter.id, rule, shape };
 
   useEffect(() => {
     if (!found || step >= STEPS.length - 1 || step < 0 || found.paused) return undefined;
@@ -101,7 +103,8 @@ function Rolling({ known }) {
   });
 
   const sameNoise = () => attempt("others", async (signal) => {
-    const rest = drafter.rules[found.body.shape.startsWith("chain") ? "chain" : "tree"].filter((each) => each !== found.rule);
+    const { rules } = known.drafters.find(({ id }) => id === found.body.drafter);
+    const rest = rules[found.body.shape.startsWith("chain") ? "chain" : "tree"].filter((each) => each !== found.rule);
     const results = [];
     for (const other of rest) {
       results.push(await postJSON("rounds", { ...found.body, rule: other, seed: found.seed }, signal));
@@ -120,8 +123,8 @@ function Rolling({ known }) {
         onInput=${(event) => put("prompt")(event.currentTarget.value)}></textarea><//>
       <div class="fields">
         <${Choice} label="Drafter" value=${drafter.id} set=${put("drafter")} options=${known.drafters} />
-        <${Choice} label="Shape of the draft" value=${settings.shape} set=${put("shape")}
-          options=${known.shapes.filter((shape) => drafter.rules.tree || shape.startsWith("chain")).map((shape) => ({ id: shape, name: shape }))} />
+        <${Choice} label="Shape of the draft" value=${shape} set=${put("shape")}
+          options=${shapes.map((each) => ({ id: each, name: each }))} />
         <${Choice} label="Rule" value=${rule} set=${put("rule")} options=${rules.map((name) => ({ id: name, name: lossy(name) }))} />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.1" most="2" step="0.1" />
         <div class="buttons">

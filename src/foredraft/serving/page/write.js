@@ -24,7 +24,6 @@ export function Write({ server }) {
   const box = useRef(null);
 
   const change = (next) => {
-    abort.stop();
     setMode(next);
     setTurns([]);
     setOpened(null);
@@ -33,6 +32,7 @@ export function Write({ server }) {
 
   const run = async (event) => {
     event.preventDefault();
+    if (busy) return; // Enter; the button is another one meanwhile
     const text = chat ? question : prompt;
     if (!text.trim()) {
       setProblem(new Error(chat ? "Write a message first." : "Write a beginning first; the model goes on from there."));
@@ -92,7 +92,7 @@ export function Write({ server }) {
       written itself: each guess kept saves a pass. <strong>Choose any token to see how its round went.</strong></p>
     <form class="card compose" onSubmit=${run}>
       ${server.chat && html`<div class="switch" role="group" aria-label="Kind of text">
-        ${[["chat", "Chat"], ["complete", "Complete"]].map(([id, name]) => html`<button type="button" aria-pressed=${(id === "chat") === chat}
+        ${[["chat", "Chat"], ["complete", "Complete"]].map(([id, name]) => html`<button type="button" aria-pressed=${(id === "chat") === chat} disabled=${busy}
           onClick=${() => change(id)}>${name}</button>`)}
       </div>`}
       <label class="field wide">
