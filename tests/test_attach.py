@@ -119,6 +119,7 @@ REFUSED = {
     "synced_gpus": {"synced_gpus": True},
     "custom_generate": {"custom_generate": lambda *_, **__: None},
     "adapter_names": {"adapter_names": ["default"]},
+    "cache_implementation": {"cache_implementation": "paged"},
     "max_new_tokns": {"max_new_tokns": 4},
 }
 

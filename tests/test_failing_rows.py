@@ -220,3 +220,17 @@ def test_zeros_take_the_place_of_what_was_no_number():
     cache.wipe([1])
     for store in (cache.layers[0].keys, cache.layers[0].values):
         assert store[1].eq(0).all() and store[[0, 2]].isnan().all()
+
+
+def test_features_that_are_no_numbers_reach_no_later_row():
+    """They would lie in the cache of the head behind the end of a shorter row, where a longer one beside it has tokens."""
+    model = clone(tiny())
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, given, out: out.masked_fill((given[0] == POISON)[..., None], torch.nan)
+    )
+    speculator = Speculator(model, make_drafter("eagle3"), rule="block", shape="chain(3)", self_test=False)
+    bad, short, long = [*BAD[:4], POISON, *BAD[5:]], BAD[:9], GOOD[0]
+    joining = [(0, bad, parameters(0, bad)), (1, short, parameters(1, short)), (1, long, parameters(2, long))]
+    _, ends = run(speculator.session(), joining)
+    assert ends[0][0] == "error" and isinstance(ends[0][1], TargetOutputError)
+    assert ends[1] == ends[2] == ("length", None)

@@ -28,6 +28,7 @@ REFUSED_ARGUMENTS = {
     "adapter_names": "one adapter serves the whole call; choose it with set_adapter",
     "assistant_model": "the drafter is given to foredraft instead: drafter='draft-model:...'",
     "assistant_tokenizer": "pass the tokenizer as Speculator(..., drafter_options={'tokenizer': ...}) if the draft model names none",
+    "cache_implementation": "Foredraft keeps its own cache",  # with "paged", transformers would decode by itself
     "custom_generate": "a Speculator is its own decoding method",
     "inputs_embeds": "prompts must be token ids",
     "negative_prompt_ids": "classifier-free guidance is not supported",
@@ -257,6 +258,8 @@ def check_shape(input_ids: Any) -> None:
         raise ConfigurationError(f"input_ids must be a tensor [B, L] of token ids, got {shape}; tokenize with return_tensors='pt'")
     if input_ids is not None and 0 in input_ids.shape:
         raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
+    if input_ids is not None and input_ids.is_floating_point():
+        raise ConfigurationError(f"input_ids must be integers, got {input_ids.dtype}")
 
 
 def configured(model: Any, arguments: dict[str, Any], name: str) -> Any:
@@ -311,11 +314,13 @@ def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list
     """Each row's ids without its padding, left or right; and its padding.
 
     Raises:
-        ConfigurationError: a row that is empty, or masked in its middle.
+        ConfigurationError: a row that is empty, or masked in its middle, or a mask of another shape.
     """
     rows = input_ids.tolist()
     if mask is None:
         return rows, [[] for _ in rows]
+    if mask.shape != input_ids.shape:
+        raise ConfigurationError(f"attention_mask must have the shape of the prompts, {list(input_ids.shape)}, got {list(mask.shape)}")
     prompts, paddings = [], []
     for index, (row, keep) in enumerate(zip(rows, mask.bool().tolist())):
         if True not in keep:

@@ -185,7 +185,11 @@ class Loop:
     def _begin(self, rows: Sequence[SessionRow]) -> None:
         if self.drafter.info.features:
             assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
-            self.drafter.read(rows, self.target.prompt_hidden)
+            hidden = [  # no drafter shall keep NaN
+                each.nan_to_num(0.0, 0.0, 0.0) if row.stats.finish_reason == "error" else each
+                for row, each in zip(rows, self.target.prompt_hidden)
+            ]
+            self.drafter.read(rows, hidden)
         with self.observer.stats.timing("draft"):  # a draft model's encoder reads the sources
             self.drafter.begin(rows)
 

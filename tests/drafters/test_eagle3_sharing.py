@@ -354,6 +354,25 @@ def test_rows_that_join_and_leave_share(execution):
     assert texts == wanted and trees == expected and read < in_full - 150
 
 
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_rows_that_join_beside_one_whose_prompt_is_scored_share_too(execution):
+    """That prompt is opened and read by itself, between those of the others."""
+    found = []
+    for reuse in (True, False):
+        speculator = watching(execution, shape="chain(3)", reuse_prefix=reuse)
+        session, texts = speculator.session(), {}
+        for indices in ([0], [2, 1, 3]):
+            for index in indices:
+                session.add(chat()[index], RowParameters(max_new_tokens=8, prompt_logprobs=0 if index == 1 else None))
+            while session.live:
+                for commit in session.step():
+                    texts.setdefault(commit.slot, []).extend(commit.tokens)
+        found.append((texts, speculator.drafter.trees, speculator.target.layer_tokens[0]))
+        speculator.close()
+    (texts, trees, read), (wanted, expected, in_full) = found
+    assert texts == wanted and trees == expected and read < in_full - 100
+
+
 def test_the_only_one_of_several_drafters_that_reads_prompts_shares_too():
     found = []
     for reuse in (True, False):

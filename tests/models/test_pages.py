@@ -153,6 +153,17 @@ def test_a_lowered_limit_takes_pages_beyond_it_from_the_tree():
     assert in_the_tree(pool) == {("a", (0, 1, 2, 3)): 0, ("a", tuple(range(8))): 1}
 
 
+def test_every_page_that_is_handed_out_is_told_once():
+    """Also one that had disappeared beyond a limit: its tensors may still hold numbers of a text that is over."""
+    pool = pool_of_4(limit=4)
+    pool.drop(pool.take(4))
+    assert pool.handed_out() == [0, 1, 2, 3]
+    pool.limit = 2
+    pool.limit = 4
+    assert pool.take(3) == pool.handed_out() == [0, 1, 2]
+    assert pool.handed_out() == []
+
+
 def test_pages_that_could_not_be_allocated_are_given_back():
     """The cache runs out of memory while its buffers grow: it drops the pages and sets the limit to what there is."""
     pool = PagePool()

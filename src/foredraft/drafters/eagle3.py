@@ -122,9 +122,15 @@ class Eagle3(HeadDrafter):
         return 2 * PAGE * config.num_key_value_heads * config.head_dim * self._at[1].itemsize if paged else 0
 
     def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
+        return self._open(len(self._target.lengths), texts, isolations, share=share, unread=unread)
+
+    def _open(
+        self, first: int, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int
+    ) -> Sequence[int]:
+        """Append rows behind the first ``first``."""
         if self._version != self._target.version:
             self._clear()
-        first = len(self._rows)
+        first = min(first, len(self._texts.live))
         self._texts.compact(self._cache, range(first))  # those that were opened and never begun
         read = [text[: len(text) + 1 - unread] for text in texts]
         rows, lengths = self._texts.find(self._cache, read, isolations, share=share, unread=0)
@@ -156,7 +162,7 @@ class Eagle3(HeadDrafter):
         """Reads the prompts, but for the last position: that is where the first draft begins."""
         first, texts = len(self._rows), [row.ids for row in rows]
         if [id(text) for text in self._texts.live[first:]] != [id(text) for text in texts]:  # the target has opened none for them
-            self.open(texts, [row.isolation for row in rows], share=False, unread=2)
+            self._open(first, texts, [row.isolation for row in rows], share=False, unread=2)
         features = [self._prompts.pop(row.slot) for row in rows]
         starts = [max(0, len(text) - 1 - len(each)) for text, each in zip(texts, features)]
         features = [each[: len(text) - 1 - start] for text, start, each in zip(texts, starts, features)]

@@ -141,7 +141,7 @@ class PageStore:
                 self.allocate(layer, layer.keys, layer.values, room)
             self.room = room
             self.lay_out(0, blocks)
-        used = [page for page in self.pool.used_again() if self.clean and page < self.made]
+        used = [page for page in self.pool.handed_out() if self.clean and page < self.made]
         for layer in self.layers:
             for store in (layer.keys, layer.values):
                 if self.pool.made > self.made:

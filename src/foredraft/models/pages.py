@@ -54,7 +54,7 @@ class PagePool:
         self._free = bytearray()  # [made]: 1 for a page that nobody holds
         self.held = self.shared = self.cached = self.evicted = 0
         self._most_held = 0
-        self._used_again: list[int] = []
+        self._handed_out: list[int] = []
         self.prefixes._forget()
         for each in self.windows:
             each.clear()
@@ -106,7 +106,6 @@ class PagePool:
         if short > new:
             self._evict(short - new)
             self.evicted += short - new
-        former = self.made
         self.counts += [0] * new
         self._free += b"\1" * new
         first = self._free.find(b"\1" * count)
@@ -117,14 +116,14 @@ class PagePool:
             pages = sorted(islice((page for run in runs for page in range(*run)), count))
         for page in pages:
             self.counts[page], self._free[page] = 1, 0
-        self._used_again += [page for page in pages if page < former]
+        self._handed_out += pages
         self.held += count
         self._most_held = max(self._most_held, self.held)
         return pages
 
-    def used_again(self) -> list[int]:
-        """Pages that were handed out since this was asked last, and had belonged to others before."""
-        found, self._used_again = self._used_again, []
+    def handed_out(self) -> list[int]:
+        """Pages that were handed out since this was asked last."""
+        found, self._handed_out = self._handed_out, []
         return found
 
     def share(self, pages: Sequence[int]) -> None:
