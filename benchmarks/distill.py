@@ -38,7 +38,7 @@ from foredraft.training import generation, prompts
 from foredraft.training.data import changes, write_json
 from foredraft.training.distilling import Distilling
 from foredraft.training.drafts import Draft, DraftConfig
-from foredraft.training.losses import Loss
+from foredraft.losses import Loss
 from foredraft.training.options import DRAFT, Options
 from foredraft.training.runs import run as train
 from foredraft.training.worth import DraftHeld

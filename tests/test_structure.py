@@ -34,6 +34,7 @@ LAYERS = [
         "stats",
         "theory",
         "inflation",
+        "losses",
         "registry",
         "shapes",
         "tree",

@@ -61,6 +61,20 @@ def locked(path: Path, *, wait: bool) -> BinaryIO:
     return file
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless it is there.
+
+    Raises:
+        ConfigurationError: it cannot be made, or not be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"cannot write {str(path)!r}: permission denied")
+
+
 def read_text(path: Path) -> str:
     """The text in a file.
 

@@ -43,6 +43,7 @@ MISTAKES = [
     ("generate --prompts none.txt", "cannot read 'none.txt'"),
     ("audit ./none", "no such path"),
     ("audit --json /none/out.json", "cannot write '/none/out.json': there is no folder '/none'"),
+    ("audit --json ~/out.json", "cannot write '~/out.json': there is no folder '~'"),
     ("demo --drafter nope", "unknown drafter 'nope'; choose none"),
     ("tune --drafter sufix", "did you mean 'suffix'?"),
     ("tune --prompts none.txt", "cannot read 'none.txt'"),

@@ -141,6 +141,7 @@ def test_alpha_outside_its_range(alpha: float):
         ("--c -0.5", "c must be a number of at least 0, got -0.5"),
         ("--operations inf", "ĉ must be a number of at least 0, got inf"),
         ("--prompt 0", "must have at least 1 token each"),
+        ("--pass-ms 0 --token-ms 0", "must be numbers, and not both 0"),
         ("--with none.json", "none.json is not readable JSON"),
         ("--with empty.json", "empty.json is not readable JSON"),
         ("--with other.json", "other.json is not a report of foredraft table"),

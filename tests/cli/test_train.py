@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from foredraft import Speculator
 from foredraft.cli import app
 from foredraft.heads import checkpoints
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.loading import load_model
 from foredraft.training.data import Texts
 
@@ -74,6 +75,7 @@ def test_a_changed_target_is_stored_and_said(place, tmp_path, backbone, file):
         (("--backbone", "some"), "unknown backbone"),
         (("--held-out-data", "/nowhere"), "holds no data"),
         (("--data", "/nowhere"), "holds no data"),
+        (("--tree-nodes", "4"), "--tree-nodes is for medusa, hydra and rnn, not for eagle3"),
     ],
 )
 def test_refusals_come_by_name(place, tmp_path, more, message):
@@ -93,6 +95,31 @@ def test_an_unknown_kind_and_texts_of_another_target(place, tmp_path):
     done = train(other, tmp_path / "out")
     assert done.exit_code == 2 and "other weights" in done.stderr
     assert train(other, tmp_path / "out", "--other-target").exit_code == 0
+
+
+def test_the_target_is_not_overwritten(place, tmp_path):
+    folder = shutil.copytree(place, tmp_path / "place")
+    before = (folder / "target" / "model.safetensors").read_bytes()
+    done = train(folder, folder / "target")
+    assert done.exit_code == 2 and "is the target: choose another folder" in done.stderr.replace("\n", " ")
+    assert (folder / "target" / "model.safetensors").read_bytes() == before and not (folder / "target" / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(place, tmp_path):
+    (tmp_path / "file").touch()
+    done = train(place, tmp_path / "file" / "out")
+    assert done.exit_code == 2 and "cannot write" in done.stderr
+    arguments = ["data", "generate", str(tmp_path / "text"), "--target", "zoo:python-8m", "--out", str(tmp_path / "file" / "out")]
+    (tmp_path / "text").write_text("import os\n")
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2 and "cannot write" in done.stderr
+
+
+def test_ngrams_of_held_out_texts_are_not_counted(place, tmp_path, monkeypatch):
+    texts, counted, count = Texts(place / "data"), [], NgramLogOdds.count
+    monkeypatch.setattr(NgramLogOdds, "count", lambda lines, *given, **named: counted.extend(lines) or count(lines, *given, **named))
+    assert train(place, tmp_path, "--steps", "2").exit_code == 0
+    assert [line.tolist() for line in counted] == [texts[index].tolist() for index in range(len(texts) - 4)]
 
 
 def test_hidden_states_are_stored_and_read(place, tmp_path):

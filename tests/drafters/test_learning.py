@@ -394,6 +394,18 @@ def test_a_learner_that_is_killed_is_started_again_and_given_up_at_last(
     learning.close()
 
 
+def test_a_learner_that_cannot_be_started_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def refuse(folder: Path, options: LearnOptions) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    clock = Clock()
+    learning = learning_at(tmp_path, clock, refuse)
+    fill(learning)
+    serve(learning, clock, 200)
+    assert learning._ends == len(serving.PAUSES) and not learning.buffer["busy"] and "learns no more" in caplog.text
+    learning.close()
+
+
 def test_a_learner_that_hangs_is_ended(tmp_path: Path, learners: Learners):
     clock = Clock()
     learning = learning_at(tmp_path, clock, learners)
@@ -457,6 +469,7 @@ def test_the_next_start_has_the_newest_version_and_forgetting_brings_the_first_b
     drafter.forget()
     assert all(torch.equal(value, kept[name]) for name, value in first.items())
     assert drafter.learning.versions.numbers() == [0] and drafter.learning.buffer["written"] == 0 and not drafter.learning.buffer.trial()
+    assert not drafter.learning.buffer.pieces["tokens"].any(), "the texts are gone from the file"
     generate(speculator, ROWS, max_new_tokens=4)
     assert drafter.learning.version == 0
     speculator.close()
@@ -510,6 +523,22 @@ def test_two_processes_share_a_folder(tmp_path: Path):
     one.close()
     serve(other, clock, 3)
     assert other.leads and other.buffer["published"] == 1
+    other.close()
+
+
+def test_a_process_that_cannot_take_over_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*given: Any, **named: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    clock = Clock()
+    one, other = (learning_at(tmp_path, clock, never_started) for _ in range(2))
+    one.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(serving, "Buffer", full)
+        serve(other, clock, 3)
+    assert not other.leads and other.buffer is None
+    serve(other, clock, 3)
+    assert other.leads and other.buffer is not None
     other.close()
 
 

@@ -28,7 +28,7 @@ from foredraft.heads.rnn import RnnHead
 from foredraft.quantization import quantize_linear_layers
 from foredraft.testing import distance
 from foredraft.training import online
-from foredraft.training.losses import compare
+from foredraft.losses import compare
 from foredraft.training.online import OnlineLearner, gained
 
 __all__ = ["always"]

@@ -207,6 +207,16 @@ def test_no_more_logits_are_held_than_are_meant_to_be(monkeypatch):
     assert max(sizes) <= 256
 
 
+def test_lm_heads_learn_where_products_are_in_bfloat16():
+    """Older versions of torch keep a weight that autocast has cast under no_grad, without its gradient."""
+    head, batch = small_batch("text")
+    head.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        total = head.loss(batch).total
+    total.backward()
+    assert all(float(lm_head.weight.grad.abs().sum()) > 0 for lm_head in head.lm_heads)
+
+
 def test_a_batch_that_counts_nothing_has_a_loss_of_zero():
     head, batch = small_batch("text")
     found = head.loss(replace(batch, counted=torch.zeros_like(batch.counted)))

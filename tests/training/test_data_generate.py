@@ -267,6 +267,8 @@ def test_windows_begin_with_lines_at_random_places():
     assert windows(tokenizer, [source], count=20, tokens=12, seed=1) != windows(tokenizer, [source], count=20, tokens=12, seed=0)
     with pytest.raises(ConfigurationError, match="no text with 50 tokens"):
         windows(tokenizer, ["x = 1\n"], count=1, tokens=50, seed=0)
+    with pytest.raises(ConfigurationError, match="no text with 50 tokens"):
+        windows(tokenizer, [""], count=1, tokens=50, seed=0)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from foredraft.models.layers import LayerRanges
 from foredraft.training.acceptance import Held
 from foredraft.training.continuations import BY_DRAFT, BY_TARGET
 from foredraft.training.data import Texts
-from foredraft.training.distilling import Distilling
+from foredraft.training.distilling import POSITIONS, Distilling
 from foredraft.training.drafts import Distiller, Draft, DraftConfig, StoredProbabilities, copy_of_layers
 from foredraft.training.journal import Journal
-from foredraft.training.losses import Loss, compare
+from foredraft.losses import Loss, compare
 from foredraft.training.worth import DraftHeld, Prices, compared
 
 VOCABULARY = 128
@@ -128,6 +128,16 @@ def test_only_rejected_tokens_count(place, tmp_path):
     rejected = torch.stack([each[2]["rejected"] for each in draws]).mean()
     assert float(rejected) == pytest.approx(1 - float(parts["alpha"]), abs=0.03)
     assert {int(each[1]) for each in draws} == {int(count)} and max(each[0].item() for each in draws) < whole.item()
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_the_log_has_the_same_figures_where_nothing_is_counted(place, tmp_path, positions):
+    """As in a batch of texts that are all prompt: other steps of the same report have counted tokens."""
+    trained = run(place, tmp_path, positions=positions)
+    (tokens,) = parts_of(trained)
+    some, none = (trained.plain(each, 0, 1) for each in (tokens, replace(tokens, counted=torch.zeros_like(tokens.counted))))
+    assert none[2].keys() == some[2].keys() and all(float(each) == 0 for each in (*none[:2], *none[2].values()))
+    none[0].backward()
 
 
 def test_stored_probabilities_are_those_of_a_pass(place, tmp_path):
@@ -437,4 +447,6 @@ def test_another_vocabulary_and_the_draft_as_out_are_refused(place, tmp_path):
     assert done.exit_code == 2 and "does not share the target's vocabulary" in said
     done, said = train(place, place / "draft")
     assert done.exit_code == 2 and "is the model that is to be trained" in said
+    done, said = train(place, place / "target")
+    assert done.exit_code == 2 and "is the target" in said
     assert not (Path(place) / "draft" / "run").exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foredraft.errors import ConfigurationError
-from foredraft.training.losses import LOSSES, Few, Loss, compare
+from foredraft.losses import LOSSES, Few, Loss, compare
 
 P = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)
 Q = torch.tensor([0.25, 0.25, 0.25, 0.25], dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_a_few_probabilities_are_the_sum_over_joined_outcomes(text: str):
 def test_many_rows_are_compared_in_parts(monkeypatch):
     q, p = random(3, rows=9)
     whole = compare(Loss.parse("lk"), q, p)
-    monkeypatch.setattr("foredraft.training.losses.IN_CACHE", 2 * 7)
+    monkeypatch.setattr("foredraft.losses.IN_CACHE", 2 * 7)
     own = q.clone().requires_grad_()
     parts = compare(Loss.parse("lk"), own, p)
     parts.loss.sum().backward()

@@ -245,6 +245,46 @@ def test_a_learner_goes_on_from_the_newest_version(tmp_path: Path):
     assert abs(table.alpha(again.model) - table.alpha(learner.model)) < 0.05
 
 
+def test_what_was_forgotten_does_not_count_as_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(online, "TIMES", 2)
+    server, learner, table = filled(tmp_path)
+    turns = learner.turns()
+    while next(turns):
+        pass
+    server.learning.forget()
+    server.serve(table, 800, 99)
+    assert next(OnlineLearner(tmp_path).turns()), "there is something new"
+
+
+def test_what_former_keys_cost_is_measured_without_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As the draft serves; it is trained as before."""
+    monkeypatch.setattr(online, "TIMES", 1000)
+    _, learner, _ = filled(tmp_path)
+    seen = set[tuple[bool, bool]]()
+    learner.model.register_forward_pre_hook(
+        lambda module, given, named: seen.add((named["use_cache"], module.training)), with_kwargs=True
+    )
+    steps(learner, 1)
+    assert seen == {(False, True), (True, False)} and learner.model.training
+
+
+def test_the_server_sees_the_first_turn_too(tmp_path: Path):
+    """A turn of a large draft takes longer than what is granted at once."""
+    _, learner, _ = filled(tmp_path, tokens=200)
+    buffer, seen = learner.buffer, list[int]()
+    buffer["busy"], buffer["granted"] = 0, float("inf")
+
+    def turns() -> Iterator[bool]:
+        seen.append(buffer["busy"])
+        raise KeyboardInterrupt
+        yield True
+
+    learner.turns = turns  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        online.work(learner)
+    assert seen == [1]
+
+
 # -- in a process of its own ------------------------------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ def test_a_head_learns_and_acceptance_grows(data, tmp_path, kind):
     losses = [line["loss"] for line in Journal.read(tmp_path) if "loss" in line]
     assert max(losses[-4:]) < 0.8 * losses[0] and outcome.state.best_length > before + 0.2
     if kind == "medusa":
-        counted(outcome.head, run.model, held, run.texts)
+        counted(outcome.head, run.model, held, run.texts, run.order.members)
         tree = calibrated(outcome.head, run.model, held, nodes=3)
         assert tree.tree.nodes == 3 and tree.accuracies[0][0] > 0.3
 

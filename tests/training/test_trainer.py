@@ -269,6 +269,12 @@ def test_a_head_that_reads_no_hidden_states_is_trained(data, tmp_path):
     assert run.train().finished and not same(before, run.weights())
 
 
+def test_heads_on_a_narrow_lm_head_learn_in_float32(data, tmp_path):
+    model = clone(tiny()).to(torch.bfloat16)
+    head = {"heads": 2, "lm_head": "target"}
+    assert trainer(data, tmp_path, model=model, held=ScriptedHeld([1.0]), head=head, steps=1).train().finished
+
+
 def test_stored_hidden_states_teach_what_fresh_ones_do(data, tmp_path):
     import shutil
 
@@ -325,6 +331,7 @@ def test_stored_hidden_states_that_do_not_fit_are_refused(data, tmp_path):
     [
         ({"batch_tokens": 20}, "a text has .* tokens and --batch-tokens is 20"),
         ({"held_out": 32}, "32 texts, 32 of them held out, leave none"),
+        ({"max_length": 5}, "the texts, cut to 5 tokens, are prompts without answers"),
         ({"accumulate": 500}, "fewer than the 500 micro-batches of a step"),
         ({"head": {"haeds": 3}}, "no option 'haeds'"),
     ],
@@ -336,7 +343,16 @@ def test_refusals(data, tmp_path, changed, message):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"precision": "fp8"}, {"backbone": "half"}, {"steps": 0}, {"batch_tokens": 0}, {"learning_rate": float("nan")}, {"epochs": 0.0}],
+    [
+        {"precision": "fp8"},
+        {"backbone": "half"},
+        {"steps": 0},
+        {"batch_tokens": 0},
+        {"max_length": 0},
+        {"learning_rate": float("nan")},
+        {"backbone_rate": 0.0},
+        {"epochs": 0.0},
+    ],
 )
 def test_settings_that_are_none(changed):
     with pytest.raises(ConfigurationError, match=next(iter(changed))):

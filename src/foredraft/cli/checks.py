@@ -157,7 +157,7 @@ def check_output(path: Path | None) -> None:
     """A file that will be written at the end, perhaps after minutes."""
     if path is None:
         return
-    folder = path.expanduser().parent
+    folder = path.parent  # a ~ that the shell has left stays: who writes does not expand it
     why = "it is a folder" if path.is_dir() else f"there is no folder {str(folder)!r}" if not folder.is_dir() else None
     if why is None and not os.access(path if path.exists() else folder, os.W_OK):
         why = "permission denied"

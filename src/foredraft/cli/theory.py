@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -96,6 +97,8 @@ def theory(
     The formulas are those of Leviathan, Kalman and Matias (2023). Rules are run on small distributions, over every outcome of every draw.
     """
     check_output(as_json)
+    if not 0 < setting.pass_ms + setting.token_ms < inf:
+        raise ConfigurationError("--pass-ms and --token-ms must be numbers, and not both 0")
     if plots is not None:
         check_extra("matplotlib", "plot", "--plots")
         with writing(plots):

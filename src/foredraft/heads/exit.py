@@ -123,9 +123,11 @@ class ExitHead(Head):
         logits, rows = batch.logits.flatten(0, 1), lm_head_rows(self._lm_head[0])
         bias = getattr(self._lm_head[0], "bias", None)
         states = self._readable(batch.hidden[:, :, 0].flatten(0, 1)[places])
-        total, right = cross_entropy(
-            lambda each: functional.linear(each, rows.to(each.dtype), bias), states, logits[places].argmax(-1), target=logits, places=places
-        )
+
+        def read_out(each: Tensor) -> Tensor:
+            return functional.linear(each, rows.to(each.dtype), None if bias is None else bias.to(each.dtype))
+
+        total, right = cross_entropy(read_out, states, logits[places].argmax(-1), target=logits, places=places)
         count = max(len(places), 1)
         if not len(places):  # the gradient is zero, and there is one
             total = total + 0 * sum(parameter.sum() for parameter in self.parameters())

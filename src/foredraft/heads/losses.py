@@ -110,6 +110,6 @@ def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def _rows_at_once(project: Callable[[Tensor], Tensor], states: Tensor) -> int:
     if not len(states):
         return 1
-    with torch.no_grad():
-        vocabulary = project(states[:1]).shape[-1]
+    # Not under no_grad: older versions of torch keep a weight that autocast has cast there, and it then gets no gradient.
+    vocabulary = project(states[:1].detach()).shape[-1]
     return max(1, AT_ONCE // vocabulary)

@@ -194,10 +194,11 @@ class VocabularyHead(Head):
     def _together(self, states: Tensor) -> Tensor:
         if self.config.lm_head == "low-rank":
             return self.up(self.down(states))
-        lm_head = self._shared(self._lm_head, "LM head")
+        lm_head: Any = self._shared(self._lm_head, "LM head")
         weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
         if torch.is_grad_enabled():  # its weights stay as they are, whatever else of the target is trained
-            return functional.linear(states, weight.detach(), None if bias is None else bias.detach())  # type: ignore[operator, arg-type]
+            dtype = weight.dtype if torch.is_autocast_enabled(states.device.type) else states.dtype
+            return functional.linear(states, weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
         return lm_head(states)  # its forward may be that of packed weights
 
     def _shared(self, held: tuple[nn.Module, ...], what: str) -> nn.Module:

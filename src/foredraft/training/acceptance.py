@@ -107,11 +107,11 @@ def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | N
     return found
 
 
-def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) -> NgramLogOdds:
-    """Count what follows what in ``texts``, as many as ``COUNTED`` tokens, and put that beside the head, weighed by the answers to the
-    held-out prompts."""
-    many = int(np.searchsorted(np.cumsum(texts.lengths), COUNTED)) + 1
-    lines = [texts[index] for index in range(min(many, len(texts)))]
+def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts, members: Sequence[int]) -> NgramLogOdds:
+    """Count what follows what in the texts ``members``, as many as ``COUNTED`` tokens, and put that beside the head, weighed by the answers
+    to the held-out prompts."""
+    many = int(np.searchsorted(np.cumsum(texts.lengths[list(members)]), COUNTED)) + 1
+    lines = [texts[index] for index in members[:many]]
     head.log_odds = NgramLogOdds.count(lines, head.config.target.vocab_size, heads=head.config.heads)
     head.log_odds = weigh_log_odds(head, model, **held.answers(model, head))
     return head.log_odds

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foredraft.errors import ConfigurationError
-from foredraft.files import read_json, replacing
+from foredraft.files import make_folder, read_json, replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,10 +76,10 @@ class Manifest:
         """Write the manifest, or see that the one that is there is the same.
 
         Raises:
-            ConfigurationError: the folder was started with other settings; the message names them.
+            ConfigurationError: it cannot be made, or was started with other settings; the message names them.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
+            make_folder(folder)
             write_json(folder / MANIFEST, asdict(self))
         if changed := changes(Manifest.read(folder)._flat(), self._flat()):
             raise ConfigurationError(

@@ -16,7 +16,7 @@ class Distilling:
 
     draft: what is trained. A path, a hub id or ``zoo:NAME``; ``target[0,3,7]``, a copy of these layers of the target; or the
         ``config.json`` of a model that is trained from scratch.
-    loss: of :mod:`foredraft.training.losses`.
+    loss: of :mod:`foredraft.losses`.
     temperature: both models' when they are compared, that of the texts that they write, and that of measured acceptance.
     positions: ``all`` counted tokens, or only those ``rejected``: a token drawn from the draft is rejected with probability 1 - α.
     on_policy: λ, the share of the texts that the draft continues, as it is at that time, instead of being read as they are.

@@ -23,7 +23,7 @@ from foredraft.models.layers import LayerRanges
 from foredraft.training.batches import Tokens
 from foredraft.training.data import Texts, shard_file
 from foredraft.training.distilling import Distilling
-from foredraft.training.losses import Few, Loss, compare
+from foredraft.losses import Few, Loss, compare
 
 LAYERS = re.compile(r"target\[([0-9, ]+)\]")
 NUMBERS = ("moe_layers", "mlp_only_layers")  # fields of configurations that list layers by number
@@ -160,12 +160,12 @@ class Distiller(nn.Module):
             logits, target = logits[:, :both], target[:, :both]
         found = compare(self.loss, logits, target, self.recipe.temperature)
         count = torch.tensor(float(len(places)), device=logits.device)
-        parts = {"alpha": found.alpha.mean(), "agreement": found.agrees.mean()} if len(places) else {}
+        most = count.clamp(min=1)  # where nothing is counted, the parts are there all the same
+        parts = {"alpha": found.alpha.sum() / most, "agreement": found.agrees.sum() / most}
         if self.recipe.positions == "all":
-            return found.loss.sum() / count.clamp(min=1), count, parts
+            return found.loss.sum() / most, count, parts
         rejected = torch.rand(len(places)).to(logits.device) >= found.alpha
-        total = (found.loss * rejected).sum() / count.clamp(min=1)
-        return total, count, {**parts, "rejected": rejected.float().mean()} if len(places) else {}
+        return (found.loss * rejected).sum() / most, count, {**parts, "rejected": rejected.sum() / most}
 
     def _said(self, tokens: Tokens, places: Tensor, labels: Tensor) -> Tensor | Few:
         """The target's p at the places that predict the tokens at ``labels``."""

@@ -27,7 +27,7 @@ from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
 from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.heads.base import Batch, Head
 from foredraft.models.cache_names import cache_argument, cache_of
-from foredraft.training.losses import Compared, Few, Loss, compare
+from foredraft.losses import Compared, Few, Loss, compare
 
 BATCH = 4  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
@@ -45,7 +45,7 @@ class OnlineLearner:
     """Learns in ``folder``; :meth:`turns` does the work.
 
     Args:
-        loss: one of :mod:`foredraft.training.losses`.
+        loss: one of :mod:`foredraft.losses`.
 
     Attributes:
         model: in float32, being trained.
@@ -139,6 +139,7 @@ class OnlineLearner:
         gains: list[Tensor] = []
         context = self.buffer.layout.context
         _copy(self.beside, self.published)
+        self.model.eval()  # as it would serve: without dropout
         for piece, alpha in zip(pieces, fresh):
             behind = torch.from_numpy(piece["places"][: piece["count"]] >= context)
             if not bool(behind.any()):
@@ -150,6 +151,7 @@ class OnlineLearner:
                 mixed = compare(self.loss, found[places[behind] - context].float(), few[behind]).alpha.cpu()
             gains.append(alpha[behind] - mixed)
             yield True
+        self.model.train()
         self.buffer["again"] = float(torch.cat(gains).mean()) if gains else 0.0
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
@@ -307,7 +309,9 @@ def work(learner: OnlineLearner) -> None:
     while True:
         begin = time.monotonic()
         buffer["heartbeat"] = begin
-        buffer["busy"] = begin < buffer["granted"] and next(turns)
+        granted = begin < buffer["granted"]
+        buffer["busy"] = granted  # before the turn, which may take longer than what was granted
+        buffer["busy"] = granted and next(turns)
         if buffer["busy"]:
             buffer["seconds"] += time.monotonic() - begin
         else:

@@ -75,12 +75,12 @@ class Options:
         if self.kind in ALONE and not self.trains_backbone:
             raise ConfigurationError(f"{ALONE[self.kind]}: pass --backbone full, or lora for adapters")
         counts = ("batch_tokens", "accumulate", "held_out", "answer_tokens", "evaluate_every", "report_every", "save_every", "lora_rank")
-        for name in (*counts, "steps"):
+        for name in (*counts, "steps", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {value}")
-        for name in ("learning_rate", "epochs", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("learning_rate", "epochs", "clip", "backbone_rate"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigurationError(f"{name} must be above 0, got {value}")
 
     @property
     def trains_backbone(self) -> bool:

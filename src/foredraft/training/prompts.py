@@ -60,6 +60,9 @@ def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, t
 
     texts = [str(each) for each in entries]
     ends = np.cumsum([len(text) for text in texts])
+    short = ConfigurationError(f"no text with {tokens} tokens was found; give longer texts, or a smaller --prompt-tokens")
+    if not ends[-1]:
+        raise short
     random = np.random.default_rng((seed, count, tokens))
     found: list[list[int]] = []
     misses = 0
@@ -72,7 +75,7 @@ def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, t
             found.append(ids)
             misses = 0
         elif (misses := misses + 1) > 1000:
-            raise ConfigurationError(f"no text with {tokens} tokens was found; give longer texts, or a smaller --prompt-tokens")
+            raise short
     return found
 
 

@@ -15,6 +15,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.checkpoints import save as save_head
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.loading import load_model, load_tokenizer, name_of
 from foredraft.training.acceptance import Held, calibrated, counted
 from foredraft.training.data import Manifest, Texts, refuse_other_data
@@ -59,9 +60,12 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     kind = KINDS.get(options.kind) or heads.find(options.kind)
+    if tree_nodes is not None and not issubclass(kind, VocabularyHead):
+        raise ConfigurationError(f"--tree-nodes is for medusa, hydra and rnn, not for {options.kind}; leave it out")
     begun = {LAYERSKIP: target, DRAFT: options.head.get("draft", "")}.get(options.kind)
-    if begun and Path(begun).expanduser().resolve() == out.resolve():
-        raise ConfigurationError(f"{out} is the model that is to be trained: choose another folder (--out), which gets the trained one")
+    for source, what in ((begun, "the model that is to be trained"), (target, "the target")):
+        if source and Path(source).expanduser().resolve() == out.resolve():
+            raise ConfigurationError(f"{out} is {what}: choose another folder (--out), which gets what is trained")
     if prompt_tokens is not None and options.head.get("stored_probabilities"):
         raise ConfigurationError(
             "probabilities are stored for the answers of the data: leave --prompt-tokens or --stored-probabilities out"
@@ -116,7 +120,7 @@ def store(trainer: Trainer, outcome: Outcome, out: Path, tree_nodes: int | None,
         f"{head.drafter}:{out}"
     ]
     if successors and isinstance(head, MedusaHead):
-        found = counted(head, trainer.model, trainer.held, trainer.texts)
+        found = counted(head, trainer.model, trainer.held, trainer.texts, trainer.order.members)
         save_head(head, out, about=about)
         listed = sum(len(each.tokens) for each in found.lists)
         said += [f"{listed:,} n-gram log-odds are stored with it; weights {', '.join(map(str, found.weights))}"]

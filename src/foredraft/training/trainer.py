@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
+from foredraft.files import make_folder
 from foredraft.heads.base import Head
 from foredraft.training import checkpoints
 from foredraft.training.acceptance import Held
@@ -89,9 +90,11 @@ class Trainer:
         members = range(len(texts)) if held is not None else range(len(texts) - options.held_out)
         if not members:
             raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
-        if not options.count_prompts and not (texts.lengths - texts.prompt_lengths)[list(members)].any():
+        lengths = texts.lengths.clip(max=options.max_length or int(texts.lengths.max()))
+        if not options.count_prompts and not (lengths > texts.prompt_lengths)[list(members)].any():
+            cut = f", cut to {options.max_length} tokens," if options.max_length else ""
             raise ConfigurationError(
-                "there is nothing to train on: the texts are prompts without answers; use --count-prompts to train on prompts"
+                f"there is nothing to train on: the texts{cut} are prompts without answers; use --count-prompts to train on prompts"
             )
         self.accelerator = make_accelerator(options, model.device)
         self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
@@ -159,7 +162,7 @@ class Trainer:
         return Distiller(draft.model, self.model, recipe, StoredProbabilities(self.texts) if recipe.stored_probabilities else None)
 
     def _begin(self, resume: bool) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         last = checkpoints.latest(self.folder)
         if last is not None and not resume:
             raise ConfigurationError(

@@ -21,7 +21,7 @@ from foredraft.planning.teacher_forced import Numbers, expected_rounds
 from foredraft.speculator import Speculator
 from foredraft.training.acceptance import DEPTH, Held, Measured, drafter_of
 from foredraft.training.drafts import Draft
-from foredraft.training.losses import Loss, compare
+from foredraft.losses import Loss, compare
 
 
 @dataclass(frozen=True)

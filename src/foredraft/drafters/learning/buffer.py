@@ -139,10 +139,9 @@ class Buffer:
         self["written"] = number + 1
 
     def clear(self) -> None:
-        """Forget all pieces; the other numbers stay."""
-        self["written"] = 0
-        self.pieces["check"] = 0
-        self.pieces["length"] = 0
+        """Erase all pieces, and forget how many steps were taken with them; the other numbers stay."""
+        self["written"] = self["steps"] = 0
+        self._bytes[CONTROL.itemsize :] = 0
 
     # -- the learner --------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.heads.base import Head
 from foredraft.loading import name_of
+from foredraft.losses import Loss
 from foredraft.models.identity import shape_of
 from foredraft.target import Target
 
@@ -76,6 +77,7 @@ class LearnOptions:
             raise ConfigurationError(f"learn: share must lie between 0 and 1, got {self.share}")
         if self.keep < 1 or not self.rate > 0:
             raise ConfigurationError(f"learn: keep must be at least 1 and rate above 0, got {self.keep} and {self.rate}")
+        Loss.parse(self.loss)
         if hasattr(os, "sched_getaffinity") and (missing := set(self.cores) - os.sched_getaffinity(0)):
             raise ConfigurationError(f"learn: this process may not use core {min(missing)}; it may use {sorted(os.sched_getaffinity(0))}")
 
@@ -233,9 +235,9 @@ class Learning:
     # -- the learner --------------------------------------------------------------------------------------------------------
 
     def _take_lead(self) -> None:
-        self.leads = self.versions.lead()
-        if self.leads:
+        if self.versions.lead():
             self.buffer = Buffer(self.versions.folder / TEXTS, self.layout, create=True)
+            self.leads = True  # where there is no room for the buffer it does not, and tries again later
             self.buffer["granted"], self.buffer["busy"], self.buffer["refused"] = 0.0, 0, 0
             self.buffer["published"] = self.versions.numbers()[-1]
         elif self.buffer is None and self._looked == -inf:
@@ -267,7 +269,10 @@ class Learning:
         if self._process is None:
             if self.buffer["written"] >= FIRST and self._ends < len(PAUSES) and now >= self._next_start:
                 self.buffer["busy"], self._silent = 1, 0.0  # to start takes time as well
-                self._process = self._start(self.versions.folder, self.options)
+                try:
+                    self._process = self._start(self.versions.folder, self.options)
+                except OSError as error:  # no memory for it, or no folder any more
+                    self._ended(now, error)
             return
         before, self._heartbeat = self._heartbeat, self.buffer["heartbeat"]
         self._silent = self._silent + min(since, 10 * LOOK) if self._heartbeat == before else 0.0
@@ -278,7 +283,13 @@ class Learning:
             code = -9
         if code is None:
             return
-        self._process, self.buffer["busy"] = None, 0
+        self._process = None
+        self._ended(now, code)
+
+    def _ended(self, now: float, code: object) -> None:
+        """It is started again after a while, or given up."""
+        assert self.buffer is not None
+        self.buffer["busy"] = 0
         self._next_start = now + PAUSES[self._ends]
         self._ends += 1
         if self._ends == len(PAUSES):
