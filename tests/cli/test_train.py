@@ -75,12 +75,16 @@ def test_a_changed_target_is_stored_and_said(place, tmp_path, backbone, file):
         (("--backbone", "some"), "unknown backbone"),
         (("--held-out-data", "/nowhere"), "holds no data"),
         (("--data", "/nowhere"), "holds no data"),
-        (("--tree-nodes", "4"), "--tree-nodes is for medusa, hydra and rnn, not for eagle3"),
     ],
 )
 def test_refusals_come_by_name(place, tmp_path, more, message):
     done = train(place, tmp_path, *more)
     assert done.exit_code == 2 and message in done.stderr.replace("\n", " ")
+
+
+def test_a_tree_is_for_heads_that_store_one(place, tmp_path):
+    done = train(place, tmp_path, "--tree-nodes", "4", kind="eagle3")
+    assert done.exit_code == 2 and "--tree-nodes is for medusa, hydra and rnn, not for eagle3" in done.stderr.replace("\n", " ")
 
 
 def test_an_unknown_kind_and_texts_of_another_target(place, tmp_path):

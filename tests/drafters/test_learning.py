@@ -576,6 +576,7 @@ def test_what_was_learnt_for_another_pair_is_refused(tmp_path: Path):
         ({"shre": 0.1}, "share"),
         ({"share": 2}, "between 0 and 1"),
         ({"keep": 0}, "keep"),
+        ({"loss": "fkll"}, "unknown loss .fkll."),
         ({"cores": [4096]}, "core 4096"),
         (7, "takes True"),
     ],
