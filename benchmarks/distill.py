@@ -32,13 +32,13 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import RESAMPLES, Estimate, quotient
 from foredraft.loading import load_model, load_tokenizer
+from foredraft.losses import Loss
 from foredraft.models.identity import shape_of
 from foredraft.rows import RowParameters
 from foredraft.training import generation, prompts
 from foredraft.training.data import changes, write_json
 from foredraft.training.distilling import Distilling
 from foredraft.training.drafts import Draft, DraftConfig
-from foredraft.losses import Loss
 from foredraft.training.options import DRAFT, Options
 from foredraft.training.runs import run as train
 from foredraft.training.worth import DraftHeld

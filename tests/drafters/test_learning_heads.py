@@ -25,10 +25,10 @@ from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.rnn import RnnHead
+from foredraft.losses import compare
 from foredraft.quantization import quantize_linear_layers
 from foredraft.testing import distance
 from foredraft.training import online
-from foredraft.losses import compare
 from foredraft.training.online import OnlineLearner, gained
 
 __all__ = ["always"]

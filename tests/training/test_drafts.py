@@ -20,6 +20,7 @@ from foredraft import Speculator
 from foredraft.cli import app
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
+from foredraft.losses import Loss, compare
 from foredraft.models.identity import shape_of
 from foredraft.models.layers import LayerRanges
 from foredraft.training.acceptance import Held
@@ -28,7 +29,6 @@ from foredraft.training.data import Texts
 from foredraft.training.distilling import POSITIONS, Distilling
 from foredraft.training.drafts import Distiller, Draft, DraftConfig, StoredProbabilities, copy_of_layers
 from foredraft.training.journal import Journal
-from foredraft.losses import Loss, compare
 from foredraft.training.worth import DraftHeld, Prices, compared
 
 VOCABULARY = 128

@@ -261,9 +261,7 @@ def test_what_former_keys_cost_is_measured_without_dropout(tmp_path: Path, monke
     monkeypatch.setattr(online, "TIMES", 1000)
     _, learner, _ = filled(tmp_path)
     seen = set[tuple[bool, bool]]()
-    learner.model.register_forward_pre_hook(
-        lambda module, given, named: seen.add((named["use_cache"], module.training)), with_kwargs=True
-    )
+    learner.model.register_forward_pre_hook(lambda module, given, named: seen.add((named["use_cache"], module.training)), with_kwargs=True)
     steps(learner, 1)
     assert seen == {(False, True), (True, False)} and learner.model.training
 

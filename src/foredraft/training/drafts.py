@@ -18,12 +18,12 @@ from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.heads.base import Batch, Head, HeadConfig, refuse_unknown_options
 from foredraft.heads.losses import pairs
 from foredraft.loading import load_model, tokenizer_of, vocabulary_difference
+from foredraft.losses import Few, Loss, compare
 from foredraft.models.identity import shape_of
 from foredraft.models.layers import LayerRanges
 from foredraft.training.batches import Tokens
 from foredraft.training.data import Texts, shard_file
 from foredraft.training.distilling import Distilling
-from foredraft.losses import Few, Loss, compare
 
 LAYERS = re.compile(r"target\[([0-9, ]+)\]")
 NUMBERS = ("moe_layers", "mlp_only_layers")  # fields of configurations that list layers by number

@@ -26,8 +26,8 @@ from foredraft import heads
 from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
 from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.heads.base import Batch, Head
-from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.losses import Compared, Few, Loss, compare
+from foredraft.models.cache_names import cache_argument, cache_of
 
 BATCH = 4  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from foredraft import drafters
 from foredraft.heads.base import Head
+from foredraft.losses import Loss, compare
 from foredraft.planning.costs import PROMPT, CostModel, measure
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.teacher_forced import Numbers, expected_rounds
 from foredraft.speculator import Speculator
 from foredraft.training.acceptance import DEPTH, Held, Measured, drafter_of
 from foredraft.training.drafts import Draft
-from foredraft.losses import Loss, compare
 
 
 @dataclass(frozen=True)
