@@ -276,6 +276,25 @@ def test_layers_of_several_formats_are_one_product(dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_format_follows_whole_tiles_only(dtype):
+    """The two layers of the first format have 160 outputs together."""
+    weights = [numbers(outputs, 256, zeros=zeros, dtype=dtype, seed=outputs) for outputs, zeros in ((96, True), (64, True), (64, False))]
+    model = torch.nn.ModuleList([layer_of(each) for each in weights])
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+    def sample():
+        return [layer(x) for layer in model]
+
+    packing = Packing(model, sample, owned=False, hints=(NATIVE,))
+    assert packing.product(*model[:2]) is not None and packing.product(model[2]) is not None
+    with torch.inference_mode():
+        for found, weight in zip(sample(), weights):
+            exact = x.double() @ weight.dequantize(torch.float32).double().T
+            assert (found.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * exact.abs().max()
+
+
+@needs_kernels
 def test_sizes_that_the_kernels_do_not_read_are_left_to_torch():
     for weight in (numbers(8, 96, group=24), numbers(8, 48, group=16)):
         layer = layer_of(weight)

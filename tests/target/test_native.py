@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import multiprocessing
 import os
@@ -236,6 +237,20 @@ def test_what_the_kernels_are_not_made_for_goes_the_other_way(always):
         )
 
 
+@needs_kernels
+def test_layers_of_unequal_sizes(always):
+    """As pruning leaves them. A pass has scratch memory for the largest."""
+    model = build("llama", torch.float32)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = (torch.nn.Linear(*sizes, bias=False) for sizes in ((64, 32), (64, 32), (32, 64)))
+    texts = [[7 * i % 100 for i in range(length)] for length in (40, 3)]
+    plain, kernels = Target(copy.deepcopy(model), execution="eager"), Target(model, execution="native", owned=True)
+    assert kernels.backend.overrides.native == 3 and vars(kernels.model.model)["forward"].shared.inner == 96
+    with torch.inference_mode():
+        wanted, got = ((target.open(texts), target.prefill(texts, first=0))[1] for target in (plain, kernels))
+    assert_close(got, wanted, torch.float32)
+
+
 # -- without them ----------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +288,20 @@ def test_kernels_are_compiled_once(quick, monkeypatch):
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     native.library(torch.float32)
     assert list((quick / "kernels").iterdir()) == [made]
+
+
+@needs_kernels
+def test_a_file_that_another_process_has_kept_meanwhile_stays(quick, monkeypatch):
+    """A third one may be about to load it."""
+    native.library(torch.float32)
+    (made,) = (quick / "kernels").iterdir()
+    content, compiling = made.read_bytes(), native._compile
+    made.unlink()
+    forget()
+    monkeypatch.setattr(native, "_compile", lambda *given: made.write_bytes(content) and compiling(*given))
+    monkeypatch.setattr(native, "replacing", lambda *_, **__: pytest.fail("replaced"))
+    assert native.library(torch.float32).linear
+    assert made.read_bytes() == content
 
 
 @needs_kernels

@@ -155,6 +155,15 @@ def test_keyed_text_is_that_of_plain_decoding(name):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_model_whose_own_attention_adds_its_masks(name):
+    """The kernels read masks of bools, also where those of the model are numbers."""
+    model = copy.deepcopy(build(name, torch.float32))
+    model.set_attn_implementation("eager")
+    target = Target(model, execution="native", owned=True)
+    assert target.backend.direct is not None and target.chains_only is None
+
+
 def test_kernels_that_differ_are_left_out(monkeypatch):
     monkeypatch.setattr(sourced_pass, "by_distance", lambda attention: torch.zeros(4, 21))
     target = native("t5 v1.1", torch.float32)

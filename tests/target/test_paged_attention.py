@@ -92,6 +92,26 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass():
     assert torch.equal(*found)
 
 
+@torch.inference_mode()
+def test_filler_of_a_row_that_is_nan_reaches_nobody():
+    """Two rows end with their pages, so that the filler of both has none."""
+    targets = pair(wide("gpt_neox"))
+    for target in targets:
+        read(target, [text(62, 1), text(62, 2), text(20, 3)])
+    valid = torch.tensor([[True] * 2 + [False] * 7] * 2 + [[True] * 9])
+    chain = TokenTree.from_chain(torch.arange(9).expand(3, 9), valid=valid)
+    hook = (
+        targets[0]
+        .model.get_input_embeddings()
+        .register_forward_hook(lambda module, given, out: out.index_fill(0, torch.tensor([1]), torch.nan))
+    )
+    paged, plain = (target.score(chain) for target in targets)
+    hook.remove()
+    assert targets[0].backend.pages is not None and paged[1].isnan().all()
+    for row, count in ((0, 2), (2, 9)):
+        close(paged[row, :count], plain[row, :count])
+
+
 # -- who has pages, and who has not ------------------------------------------------------------------------------------
 
 

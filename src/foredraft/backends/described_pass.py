@@ -168,9 +168,6 @@ class DescribedModel(NativeModel):
         known = rope_types(self.base)
         return {*known.values()} <= {*BY_POSITION_ALONE} if isinstance(known, dict) else known in BY_POSITION_ALONE
 
-    def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
-        return where.visible[:, None]  # the kernels apply windows themselves
-
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         found: Tensor = self.base.get_input_embeddings()(ids[None])
         return found if self._multiplier == 1.0 else found * self._multiplier

@@ -200,8 +200,7 @@ class Eager(Backend):
             return None
         where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
         self._place(where)
-        assert self.direct is not None
-        return where, self.direct.decoder.mask(where, lambda: self.call.masks(where, self.cache))
+        return where, where.visible[:, None]  # the kernels apply windows themselves
 
     def _place(self, where: MaskInputs) -> None:
         """Give kernels, if there are any, the positions of a tree's nodes."""

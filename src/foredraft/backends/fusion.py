@@ -112,6 +112,7 @@ class Shared:
     def __init__(self) -> None:
         self._rotation: tuple[object, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
         self._masks: list[tuple[object, Tensor]] = []
+        self.sizes: tuple[int, ...] | None = None  # of the layers that are one call of a kernel
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin ``[B, N, 1, D]``, the first half of sin negated, so that :func:`rotated` need not negate."""

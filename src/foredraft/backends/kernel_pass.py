@@ -6,7 +6,7 @@ A pass is a list of tokens, row after row; rows may have different numbers of th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -183,7 +183,9 @@ class NativeLayer:
         norms = [each for each in (layer.before, layer.after, layer.q_norm, layer.k_norm) if each is not None]
         if layer.size % 32 or layer.activation is not nn.functional.silu or any(each.weight.dtype != layer.qkv.dtype for each in norms):
             return None
-        return NativeLayer(layer)
+        sizes = layer.size, layer.queries, *(each.outputs for each in products)
+        layer.shared.sizes = layer.shared.sizes or sizes
+        return NativeLayer(layer) if sizes == layer.shared.sizes else None  # a pass has scratch memory for its first layer
 
     def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor], parts: int) -> Tensor:
         keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
@@ -279,11 +281,6 @@ class NativeModel(Override):
     def by_position(self) -> bool:
         """Whether RoPE angles depend on the position alone, not on the length of the text."""
         return getattr(self.base.rotary_emb, "rope_type", None) in BY_POSITION
-
-    def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
-        """``[R, 1, N, W]`` the mask of a tree's nodes for the kernels; ``built`` makes the model's own."""
-        mask = built()
-        return mask if isinstance(mask, Tensor) else mask["full_attention"]
 
     def finished(self, logits: Tensor) -> Tensor:
         """The model's logits, from what its LM head returns."""

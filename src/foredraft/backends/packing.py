@@ -239,7 +239,7 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
             before = None
             continue
         seen.add(id(layer))
-        if x is before and together(groups[-1][-1], layer):
+        if x is before and together(groups[-1], layer):
             groups[-1].append(layer)
         else:
             groups.append([layer])
@@ -247,13 +247,14 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
     return groups
 
 
-def together(above: nn.Linear, layer: nn.Linear) -> bool:
-    """Whether one product can compute both: weights of one format, or group-quantised weights, of which the kernels read one matrix after
-    the other."""
-    formats = [format_of(each.weight) for each in (above, layer)]
+def together(above: Sequence[nn.Linear], layer: nn.Linear) -> bool:
+    """Whether one product can compute all: weights of one format, or group-quantised weights, of which the kernels read one matrix after
+    the other. A matrix ends with a whole tile where another one follows."""
+    formats = [format_of(each.weight) for each in (above[-1], layer)]
     if formats[0] == formats[1]:
         return True
-    return above.out_features % BLOCK == 0 and all(each is not None and each.grouped and each.order == "" for each in formats)
+    ends = sum(each.out_features for each in above) % BLOCK == 0
+    return ends and all(each is not None and each.grouped and each.order == "" for each in formats)
 
 
 def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear]]]:

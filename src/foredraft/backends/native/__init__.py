@@ -254,7 +254,7 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     if kept is not None and _whole(kept):
         return ctypes.CDLL(str(kept))
     made = _compile(compiler, flags)
-    if kept is not None:
+    if kept is not None and not _whole(kept):  # another process may have kept it meanwhile, and a third one may be about to load it
         try:
             kept.unlink(missing_ok=True)  # it may be damaged, and have any mode
             with replacing(kept, private=True) as new:
