@@ -518,7 +518,7 @@ FAULTS = [
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
     Fault("gguf.py", "1.0 if rotated is None else rotated / size", "1.0", GROUPS),
-    Fault("gguf.py", '"factor": field("rope.scaling.factor")', '"factor": 1.0', GROUPS),
+    Fault("gguf.py", '"factor": factor}', '"factor": 1.0}', GROUPS),
     Fault("gguf.py", 'config.sliding_window = field("attention.sliding_window") or None', "config.sliding_window = None", GROUPS),
     Fault("gguf.py", "rest >> 4 | second >> 2 & 48", "rest >> 4 | second >> 4 & 48", GROUPS),
     Fault("gguf.py", '{"mins": -halves(2)}', '{"mins": halves(2)}', GROUPS),
