@@ -20,8 +20,9 @@ QUANTIZATIONS = ("int8", "int4", "int4-32", "int4-64", "int4-128")
 TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,), "None": (type(None),)}
 
 
-def check(configuration: Configuration, candidates: Sequence[str] = (), *, encoders: bool = False) -> None:
-    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters, and models may have ``encoders``.
+def check(configuration: Configuration, candidates: Sequence[str] = (), *, encoders: bool = False, lossy: bool = False) -> None:
+    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters, and models may have ``encoders``. The
+    command has the option --lossy, if ``lossy``.
 
     Raises:
         ConfigurationError: names the option and what to write instead.
@@ -35,7 +36,7 @@ def check(configuration: Configuration, candidates: Sequence[str] = (), *, encod
     if shape is not None and configuration.draft_length is not None:
         raise ConfigurationError(f"--draft-length {configuration.draft_length} is --shape 'chain({configuration.draft_length})'; pass one")
     if configuration.rule != "auto":
-        check_rule(configuration, shape)
+        check_rule(configuration, shape, lossy=lossy)
 
 
 def check_model(
@@ -131,11 +132,12 @@ def check_grammar(json_schema: Path | None, regex: str | None, grammar: Path | N
     return {}
 
 
-def check_rule(configuration: Configuration, shape: TreeShape | None) -> None:
-    """A rule by name, with the drafter and the shape."""
+def check_rule(configuration: Configuration, shape: TreeShape | None, *, lossy: bool) -> None:
+    """A rule by name, with the drafter and the shape; the message names --lossy where the command is ``lossy``, that is, has it."""
     rule, name = verification.describe(configuration.rule), configuration.rule
     if not configuration.lossy and not rule.lossless:
-        raise ConfigurationError(f"rule {name!r} is lossy: it changes the output distribution; pass --lossy to allow that")
+        instead = "pass --lossy to allow that" if lossy else "name another with --rule"
+        raise ConfigurationError(f"rule {name!r} is lossy: it changes the output distribution; {instead}")
     spec = configuration.drafter_name
     proposals = drafters.describe(spec.partition(":")[0]).proposals
     if not set(rule.proposals) & set(proposals):

@@ -120,7 +120,7 @@ def generate(
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
     texts = read_prompts(prompt if source is None else source, prompts)
-    check(configuration, encoders=True)
+    check(configuration, encoders=True, lossy=True)
     check_source_text(target, prompt, source, prompts)
     if system is not None and not chat:
         raise ConfigurationError("--system needs --chat")

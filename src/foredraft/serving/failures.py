@@ -27,7 +27,7 @@ STATUSES: dict[int, str] = {
     408: "the body came too slowly",
     413: "the body is larger than --max-body",
     415: "the content type is not application/json",
-    429: "the queue is full; Retry-After says when to try again",
+    429: "the queue is full, or the request would probably wait for too long; Retry-After says when to try again",
     500: "a fault of the server",
     503: "the server is about to stop, its engine has died, or others keep it busy; then Retry-After says when to try again",
     504: "the request waited or ran for longer than the server allows",

@@ -56,7 +56,7 @@ class Metrics:
     """All metrics of one server, in a registry of its own.
 
     Attributes:
-        refused: requests that were turned away because the queue was full.
+        refused: requests that were turned away because the queue was full, or they would have waited for too long.
         finished: rows that are over, by vLLM's reasons.
     """
 
@@ -157,7 +157,7 @@ class Metrics:
         yield self._counts("foredraft:seconds", "Seconds of decoding by phase", "phase", seconds, drafter=True)
         yield self._count("foredraft:guesses_drafted_tokens", "Drafts that were expected or that a grammar forced", self.guesses_drafted)
         yield self._count("foredraft:guesses_accepted_tokens", "How many of these were accepted", self.guessed)
-        yield self._count("foredraft:requests_refused", "Requests turned away because the queue was full", self.refused)
+        yield self._count("foredraft:requests_refused", "Requests turned away because too many waited", self.refused)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=LABELS)
