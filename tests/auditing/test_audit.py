@@ -130,6 +130,16 @@ def test_texts_that_are_a_function_of_the_seed_are_compared_token_for_token(sibl
     assert report.statistical is None and "seed" in report.skipped["statistical"]
 
 
+def test_a_grown_tree_of_one_level_is_enumerated():
+    report = audited(speculator("match", siblings="top-k", shape="dynamic(depth=1,k=3,total=3)"), "exact")
+    assert report.exact is not None and report.exact.passed and report.exact.shape == "dynamic(depth=1,k=2,total=2)"
+
+
+def test_a_forced_end_is_the_last_token_of_plain_decoding_too():
+    report = audited(speculator("rejection"), "keyed", "statistical", samples=100, forced_eos_token_id=5)
+    assert len(report.parts) == 2 and not report.reasons
+
+
 def test_greedy_decoding_draws_nothing():
     report = foredraft.audit(speculator("rejection"), prompts=PROMPTS, max_new_tokens=24)
     assert report.verdict == "exact" and report.statistical is None and len(report.keyed) == 1

@@ -477,6 +477,17 @@ def test_a_processor_after_it_cannot_bring_forbidden_tokens_back(backend, rows):
         generate(Speculator(tiny(), "none"), rows, logits_processor=[own, Forces()], max_new_tokens=4)
 
 
+def test_a_library_that_gives_up_ends_the_text(backend, rows, monkeypatch):
+    """No token is chosen without its mask, though each row is tried once more by itself."""
+
+    def gives_up(self, matchers, masks):
+        raise ValueError("too complex")
+
+    monkeypatch.setattr(grammars.COMPILERS[backend], "fill", gives_up)
+    with pytest.raises(ConfigurationError, match="gave up: too complex"):
+        run(Speculator(tiny(), "none"), rows, backend, max_new_tokens=4)
+
+
 def test_a_grammar_works_within_foredraft_alone(backend, rows):
     own = Grammar(TOKENIZER, regex=LIST, backend=backend)
     with pytest.raises(ConfigurationError, match="works within Foredraft alone"):

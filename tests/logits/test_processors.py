@@ -223,6 +223,8 @@ def test_banned_tokens_are_those_of_transformers():
         hf.SuppressTokensAtBeginLogitsProcessor([4, -1], 6),
         hf.MinLengthLogitsProcessor(7, ends),
         hf.MinNewTokensLengthLogitsProcessor(5, 1, ends),
+        hf.SuppressTokensLogitsProcessor([]),  # as configs of fine-tuned Whisper models have it
+        hf.SuppressTokensAtBeginLogitsProcessor([], 6),
     ]
     for chosen in [*([each] for each in own), own]:
         pipeline, scores = Pipeline.alone(chosen, prompt_length=5), torch.randn(1, VOCAB)

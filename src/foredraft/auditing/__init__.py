@@ -119,7 +119,8 @@ def run(
     sampling: dict[str, Any],
 ) -> AuditReport:
     """The parts that matter, or those in ``parts``, and the report."""
-    as_asked = [Reference.of(speculator.model, prompt, sampling) for prompt in prompts]
+    as_asked = continued(speculator, prompts, sampling, count)
+    length = min(MOST_POSITIONS, max(6, 2 * speculator.shape.depth + 4))
     sampled = as_asked[0].sampled
     skipped = unneeded(speculator.rule, sampled)
     if parts is not None:  # what is asked for is run, unless there is nothing to run
@@ -141,8 +142,8 @@ def run(
         if "statistical" in skipped
         else statistical.check(
             speculator,
-            as_asked,
-            length=min(MOST_POSITIONS, max(6, 2 * speculator.shape.depth + 4)),
+            continued(speculator, prompts, sampling, length),
+            length=length,
             samples=samples,
             batch_size=batch_size,
             seed=seed,
@@ -153,12 +154,17 @@ def run(
     )
 
 
+def continued(speculator: Speculator, prompts: Sequence[Sequence[int]], arguments: dict[str, Any], count: int) -> list[Reference]:
+    """``prompts`` as transformers would continue them by ``count`` tokens: where an end token is forced, it is the last of these."""
+    return [Reference.of(speculator.model, prompt, {**arguments, "max_new_tokens": count}) for prompt in prompts]
+
+
 def keyed_parts(
     speculator: Speculator, as_asked: Sequence[Reference], *, count: int, seed: int, sampling: dict[str, Any]
 ) -> list[KeyedPart]:
     """Greedily in any case; and sampled, where the text is a function of the seed."""
     greedy = {**{name: value for name, value in sampling.items() if name not in SAMPLERS}, "do_sample": False}
-    runs = [([Reference.of(speculator.model, each.inputs, greedy) for each in as_asked], greedy)]
+    runs = [(continued(speculator, [each.inputs for each in as_asked], greedy, count), greedy)]
     if as_asked[0].sampled and isinstance(speculator.rule, Match):
         runs.append((list(as_asked), sampling))
     nodes = speculator.shape.nodes + 1

@@ -83,7 +83,7 @@ def cut(shape: TreeShape) -> TreeShape:
     """``shape`` with at most two levels, two siblings and three nodes."""
     shape = shape.truncate(LEVELS)
     if not isinstance(shape, StaticShape):
-        return TreeShape.dynamic(depth=shape.depth, k=2, total=min(shape.nodes, 3))
+        return TreeShape.dynamic(depth=shape.depth, k=2, total=min(shape.nodes, 2 if shape.depth == 1 else NODES))
     if shape.nodes <= NODES:
         return shape
     kept: dict[int, tuple[int, ...]] = {0: ()}

@@ -182,7 +182,7 @@ def compare(
 ) -> Compared:
     """One pass of each model over a text; the logits processors of ``generate`` act on both. ``said`` is :func:`in_other_tokens` of a
     draft with another tokenizer."""
-    reference = Reference.of(target, ids[:first], sampling)
+    reference = Reference.of(target, ids[:first], {**sampling, "max_new_tokens": len(ids)})  # none of these tokens is the last one
     text = torch.tensor([list(ids)], device=target.device)
     ours = reference.logits(text[:, first:])[0]
     theirs = reference.logits(text[:, first:], model=draft)[0] if said is None else said(ids, first)

@@ -123,10 +123,11 @@ def fill(missing: Sequence[tuple[Walk, list[Path]]]) -> None:
         ready: dict[tuple[type, int, tuple[int, ...]], list[tuple[Walk, Path]]] = {}
         for walk, paths in missing:
             if turn < len(paths):
-                walk.masks[paths[turn]] = None
                 if walk.move(paths[turn]):
                     like = walk.compiled
                     ready.setdefault((type(like), like.words, like.ends), []).append((walk, paths[turn]))
+                else:
+                    walk.masks[paths[turn]] = None
         for (_, words, _), group in ready.items():
             masks = np.zeros((len(group), words), np.int32)
             try:

@@ -82,7 +82,7 @@ class Stage:
         if self.kind.call is not None:
             return self.kind.call(self.processor, input_ids, scores)
         if self.kind.bans is not None and scores.device.type == "cpu":  # transformers looks every token up in a list
-            tokens = self.kind.bans(self.processor).to(scores.device)
+            tokens = self.kind.bans(self.processor).to(scores.device, torch.long)  # transformers makes an empty list a float tensor
             return scores.index_fill(-1, tokens[(tokens >= 0) & (tokens < shape[-1])], -torch.inf)
         scores = self.processor(input_ids, scores)
         if self.foreign and (not isinstance(scores, Tensor) or scores.shape != shape):
