@@ -377,7 +377,7 @@ class Windows:
         if isinstance(seed, Sequence):
             raise ConfigurationError(f"a seed per row is not supported: {type(model).__name__} decodes rows several times; pass one seed")
         check_features(model, inputs if inputs is not None else arguments.get(model.main_input_name))
-        how = {"streamer": None, "output_logprobs": None, "repeatable": seed is not None}
+        how = {"streamer": None, "output_logprobs": None, "repeatable": seed is not None, "isolation": None}
         self._how = {name: arguments.pop(name, default) for name, default in how.items()}
         self.speculator, self._inputs, self._arguments = speculator, inputs, arguments
         _, seed = row_seeds(seed, 1)

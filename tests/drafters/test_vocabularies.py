@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from vocabularies import TEXTS, letters, model, tokenizer
 
 from foredraft import ConfigurationError, DrafterError, Speculator
+from foredraft.auditing.statistical import draft_of
 from foredraft.drafters.draft_model import BACK, DraftModel
 from foredraft.drafters.several import Several
 from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
@@ -467,6 +468,12 @@ def test_auto_goes_by_the_mass_on_what_is_shared(caplog):
         assert f"{made.drafter.foreign.by} (" in repr(made)
         assert made.shape.is_chain or made.drafter.foreign.by == "intersection"
     assert made.drafter.foreign.by == "text" and made.rule.name == "match"
+
+
+def test_audits_do_not_ask_the_draft_for_tokens_of_the_target():
+    """It may not have so many."""
+    assert draft_of(speculator("byte-level", "byte-level", vocabulary="auto", shape="chain(2)")) is model("byte-level", 1)
+    assert draft_of(speculator(shape="chain(2)")) is None
 
 
 def test_bad_choices_are_refused():

@@ -20,6 +20,7 @@ _LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 
 _WIDTHS = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": CONTEXT}
 _IDS = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": START, "vocab_size": VOCABULARY}
 _BART = {**_LAYERS, **_WIDTHS, **_IDS, "tie_word_embeddings": False}
+_UNNAMED = {name: value for name, value in _BART.items() if name != "max_position_embeddings"}  # where it has another name
 _RELATIVE = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
 _T5 = {**_IDS, **_RELATIVE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 _SPARSE = {"num_experts": 4, "expert_capacity": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
@@ -55,7 +56,7 @@ _PROPHET = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
 }
-_WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": CONTEXT, "suppress_tokens": None}
+_WHISPER = {**_UNNAMED, "num_mel_bins": 8, "max_source_positions": 30, "max_target_positions": CONTEXT, "suppress_tokens": None}
 _WHISPER |= {"begin_suppress_tokens": None}
 _S2T = {**_BART, "input_feat_per_channel": 8, "max_source_positions": 60, "max_target_positions": CONTEXT, "conv_channels": 16}
 _MOONSHINE = {
@@ -119,7 +120,7 @@ FAMILIES = {
     "m2m_100": Family("M2M100ForConditionalGeneration", _BART),
     "blenderbot-small": Family("BlenderbotSmallForConditionalGeneration", _BART),
     "pegasus_x": Family("PegasusXForConditionalGeneration", {**_BART, "block_size": 16, "num_global_tokens": 4}, implementations=EAGER),
-    "led": Family("LEDForConditionalGeneration", {**_BART, **_LED}, implementations=EAGER),
+    "led": Family("LEDForConditionalGeneration", {**_UNNAMED, **_LED}, implementations=EAGER),
     "bigbird_pegasus": Family(
         "BigBirdPegasusForConditionalGeneration", {**_BART, "attention_type": "original_full"}, implementations=EAGER
     ),

@@ -221,6 +221,31 @@ def test_rows_join_and_leave_with_their_sources():
     assert list(found.values()) == expected
 
 
+@pytest.mark.parametrize("name", ["whisper", "led"])
+def test_a_text_ends_where_the_positions_of_the_decoder_do(name):
+    """Their configurations have a name of their own for how many there are. Near the end, what is drafted for another row is filler."""
+    source, found = encoder_decoder.some_source(build(name), 9), []
+    for speculator in (Speculator(build(name), "none"), drafting(name, SHAPES[1])):
+        session, new = speculator.session(), {}
+        for length in (CONTEXT - 3, 3):
+            new[session.add([START, *texts((length,))[0]], RowParameters(max_new_tokens=6, source=source))] = []
+        while session.live:
+            for commit in session.step():
+                new[commit.slot] += commit.tokens
+        found.append([*new.values()])
+    assert found[0] == found[1] and [*map(len, found[0])] == [2, 6]
+
+
+def test_padding_that_an_encoder_names_itself_is_not_seen():
+    """Its states are fewer than the samples that it reads."""
+    model, given = build("moonshine"), sources("moonshine")
+    outputs = model.get_encoder()(**given)
+    found = encoder_decoder.sources_of(model, given["input_values"], 3, {**given, "encoder_outputs": outputs})
+    assert [each.states.shape[1] for each in found] == outputs.attention_mask.sum(1).tolist()
+    speculating = foredraft.custom_generate("ngram", shape="chain(3)")
+    assert torch.equal(model.generate(**given, **OPTIONS, custom_generate=speculating), model.generate(**given, **OPTIONS))
+
+
 def test_a_model_that_changes_reads_its_sources_again(counted):
     model, read = counted
     given = rows_of(sources("bart"), 0)
@@ -502,6 +527,12 @@ def test_texts_that_start_with_another_token_are_refused():
         Speculator(build("t5"), DraftModel(other))
 
 
+def test_drafts_with_another_tokenizer_cannot_read_sound(monkeypatch):
+    monkeypatch.setattr("foredraft.drafters.vocabularies.vocabulary_difference", lambda *given: "100 tokens differ")
+    with pytest.raises(ConfigurationError, match=r"another vocabulary \(100 tokens differ\), and what its encoder reads is no text"):
+        Speculator(build("whisper"), DraftModel(perturbed("whisper")))
+
+
 # -- Whisper ----------------------------------------------------------------------------------------------------------------
 
 
@@ -585,6 +616,26 @@ def test_an_attached_whisper(whisper):
         assert len(whisper.generate(**heard("long"))["segments"]) == 2
     finally:
         foredraft.detach(whisper)
+
+
+def test_a_mask_of_frames_says_nothing_of_states(whisper):
+    """Of half a window there are as many frames as the encoder makes states of the whole one."""
+    given = {"input_features": torch.randn(2, 8, 30, generator=torch.Generator().manual_seed(1)), "max_new_tokens": 12}
+    given["attention_mask"] = torch.ones(2, 30, dtype=torch.long)
+    given["attention_mask"][1, 8:] = 0
+    speculator = Speculator(whisper, "prompt-lookup", shape="chain(3)")
+    assert torch.equal(speculator.generate(**given, isolation="one").sequences, whisper.generate(**given))
+    source = Source({"input_features": torch.randn(1, 8, 60), "attention_mask": given["attention_mask"][1:]})
+    assert [len(each.states) for each in speculator.target.backend.encoded([source])] == [30]
+
+
+def test_a_draft_that_reads_sound_needs_more_than_states(whisper):
+    states = whisper.get_encoder()(torch.randn(1, 8, 60, generator=torch.Generator().manual_seed(1)))
+    given = {"encoder_outputs": states, "max_new_tokens": 12}
+    output = Speculator(whisper, "ngram", shape="chain(3)").generate(**given)
+    assert torch.equal(output.sequences, whisper.generate(**given))
+    with pytest.raises(ConfigurationError, match="which cannot read encoder_outputs"):
+        Speculator(whisper, DraftModel(perturbed("whisper")), shape="chain(3)").generate(**given)
 
 
 def test_what_whisper_refuses(whisper):

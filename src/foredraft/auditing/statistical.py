@@ -100,9 +100,9 @@ def check(
 
 
 def draft_of(speculator: Speculator) -> Any:
-    """The draft model, if the drafter is one: its distribution after a text is then known."""
+    """The draft model, if the drafter is one that reads the target's tokens: its distribution after a text is then known."""
     model = speculator.drafter.info.draft_model
-    return None if model is None else model.model
+    return None if model is None or getattr(speculator.drafter, "foreign", None) is not None else model.model
 
 
 def sample(

@@ -504,6 +504,11 @@ def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: 
     difference = vocabulary_difference(target.model, draft, *tokenizers)
     if difference is None and vocabulary == "auto" and template is None:
         return None
+    if vocabulary == "auto" and draft.main_input_name != "input_ids":
+        raise ConfigurationError(
+            f"the draft model {name_of(draft)!r} has another vocabulary ({difference}), and what its encoder reads is no text; give a "
+            "draft with the target's tokenizer"
+        )
     passing = ("Speculator(..., tokenizer=...)", "drafter_options={'tokenizer': ...}")
     for found, model, how in zip(tokenizers, (target.model, draft), passing):
         if found is None:

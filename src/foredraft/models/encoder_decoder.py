@@ -213,7 +213,7 @@ class Decoder:
         """``[n, S, d]`` states of sources of one shape, and for each which of them are not padding."""
         device, encoder = self.model.device, self.model.get_encoder()
         given = {name: together([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
-        mask = given.get("attention_mask")
+        mask = given.get("attention_mask") if self.model.main_input_name == "input_ids" else None  # that of sound counts frames, not states
         if group[0].states is not None:
             states = together([source.states for source in group if source.states is not None]).to(device)
         else:
@@ -225,8 +225,8 @@ class Decoder:
                 raise ConfigurationError(
                     f"the encoder of {type(self.model).__name__} cannot read the source: {first_line(error)}"
                 ) from error
-            states, mask, self._output = output.last_hidden_state, getattr(output, "attention_mask", None), type(output)
-            mask = given.get("attention_mask") if mask is None else mask
+            states, self._output = output.last_hidden_state, type(output)
+            mask = getattr(output, "attention_mask", mask)
         if mask is None or mask.shape != states.shape[:2]:
             return states, [None] * len(states)
         return states, list(mask.bool())
@@ -375,7 +375,8 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     taken = inspect.signature(model.get_encoder().forward).parameters
     parts = {key: each for key, each in given.items() if isinstance(each, Tensor) and key in taken and len(each) == rows}
     states = None if outputs is None or not len(outputs) else outputs[0]
-    known = name != "input_ids" or bool((inputs >= 0).all())  # transformers writes -100 where it got the encoder's output alone
+    seen = getattr(outputs, "attention_mask", None)  # which states are not padding, where the encoder says that itself
+    known = inputs.is_floating_point() or bool((inputs >= 0).all())  # transformers writes -100 where it got the encoder's output alone
     mask = parts.get("attention_mask")
     if known and name == "input_ids":
         check_ids(model, inputs)
@@ -389,7 +390,8 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
             if name == "input_ids":
                 line = own[name][0] if mask is None else own[name][0][mask[row].bool()]
                 ids = tuple(line.tolist())
-        source = Source(own, None if states is None else states[row : row + 1], ids)
+        read = None if states is None else states[row : row + 1] if seen is None else states[row : row + 1, seen[row].bool()]
+        source = Source(own, read, ids)
         sources.append(found.setdefault(source, source))
     return sources
 

@@ -18,6 +18,8 @@ from foredraft.errors import UnsupportedModelError
 from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, REFUSED_WITH_ENCODER, ROLLS_BACK, SLOT_POSITIONS
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+# how many positions a decoder has, in configurations; the last two are of Whisper and LED
+LONGEST = ("max_position_embeddings", "max_seq_len", "max_target_positions", "max_decoder_position_embeddings")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +122,7 @@ def context_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     whole pass is rotated in another way once any position lies beyond a boundary: a draft that reaches beyond it would change the logits
     before it, and what is cached would no longer fit. Such a model ends there, and says so.
     """
-    longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    longest: int | None = next((most for name in LONGEST if (most := getattr(config, name, None))), None)
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in [ropes, *ropes.values()] if isinstance(rope, dict) and rope.get("rope_type")]
     changing = [rope for rope in kinds if rope["rope_type"] == "longrope" or "dynamic" in rope["rope_type"]]
