@@ -81,6 +81,14 @@ def test_the_text_is_that_of_plain_decoding(drafter, shape):
     speculator.close()
 
 
+def test_a_threshold_that_follows_acceptance_is_not_told_of_guesses():
+    speculator = Speculator(tiny(), drafter=make_drafter("layer-skip", threshold="auto"), shape="chain(2)", rule="match")
+    texts, drafted, guessed = written(speculator, edited)
+    assert texts == plainly()
+    assert 30 < guessed < drafted
+    speculator.close()
+
+
 @pytest.mark.parametrize("proposal", ["deterministic", "keyed", "iid"])
 def test_no_bias(proposal):
     """The exact law of texts, with guesses that are likely, unlikely and sometimes there."""

@@ -21,7 +21,7 @@ from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose
 from foredraft.logits.processors import Pipeline
-from foredraft.logits.sampler import Sampler
+from foredraft.logits.sampler import Sampler, fit_vocabulary
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -150,6 +150,14 @@ def test_impossible_tokens_are_filler(proposal: str, shape: str):
 
 
 # -- draws ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_token_that_the_draft_lacks_is_drafted_only_if_it_is_forced(dtype: torch.dtype):
+    scores = fit_vocabulary(torch.tensor([[0.0, 1.0, -50.0]], dtype=dtype), VOCAB)
+    assert torch.softmax(scores, -1)[0, 3:].tolist() == [0.0, 0.0]
+    forced = scores.masked_fill(torch.arange(VOCAB) != 4, float("-inf"))
+    assert torch.softmax(forced, -1).tolist() == [[0.0, 0.0, 0.0, 0.0, 1.0]]
 
 
 def test_rank_draws_without_replacement_in_order():

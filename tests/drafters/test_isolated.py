@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from cover import covered
+from drafting import request
 from helpers import prompts, tiny
 
 from foredraft import RowParameters, Speculator
 from foredraft.drafters.isolated import STORES, Isolated
+from foredraft.drafters.ngram import NGram
 from foredraft.drafters.suffix import Suffix
 from foredraft.drafters.suffix_store import SuffixStore
+from foredraft.planning.costs import StandIn
 
 LEARNERS: dict[str, dict[str, Any]] = {
     "ngram": {},
@@ -58,6 +62,15 @@ def test_rows_of_one_batch_are_kept_apart():
     speculator.close()
 
 
+@pytest.mark.parametrize("shape", ["chain(2)", "product(2,1)"])
+def test_the_rows_of_a_batch_are_drawn_for_from_their_own_models(shape: str):
+    """What one user wrote goes on with 2, what the other one wrote with 3."""
+    rows = [StandIn(slot, [1, after, 1, after, 1], 100, isolation=str(slot)) for slot, after in enumerate((2, 3))]
+    tree = NGram(order=3, siblings="iid").draft(request(rows, depth=2, vocabulary=5, shape=shape, proposal="iid", needs_q=True))
+    assert tree.q is not None and tree.q[:, 0].argmax(-1).tolist() == [2, 3]
+    torch.testing.assert_close(tree.q[0, 0, [2, 3]], tree.q[1, 0, [3, 2]])
+
+
 def test_what_was_given_is_for_everybody_and_what_is_learnt_for_its_isolation():
     store = SuffixStore(1000)
     store.add([1, 2, 3, 4, 5, 6])
@@ -70,6 +83,18 @@ def test_what_was_given_is_for_everybody_and_what_is_learnt_for_its_isolation():
     store.add([10, 11, 12])
     assert len(mine) == 2 and len(isolated.make()) == 1
     assert mine.find([2, 3, 4], most=8, least=1, depth=2) is not None
+
+
+def test_what_is_learnt_counts_where_it_has_taken_the_place_of_what_was_given():
+    given = SuffixStore(100)
+    given.add(range(90))
+    isolated = Suffix(source=given, learn=True)._isolated
+    assert isolated is not None
+    mine = isolated.make()
+    assert isolated.size(mine) == 0
+    for first in range(100, 300, 40):
+        mine.add(list(range(first, first + 40)))
+    assert isolated.size(mine) == mine.size == 82
 
 
 class Row:

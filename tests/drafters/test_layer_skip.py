@@ -487,6 +487,19 @@ def test_odds_follow_what_was_seen():
     assert exits.odds(greedy=True) == {}
 
 
+def test_a_row_that_failed_leaves_nothing_behind():
+    """Its states are NaN."""
+    exits, right = Exits((1, 2, 3), 2, clock=Ticking()), {1: 0.5, 2: 0.5, 3: 0.5}
+    exits.greedy = False
+    target: Any = Watched(right)
+    target.read_out = lambda states: torch.full((len(states), 3), float("nan"))
+    target.keep(exits.layers)
+    exits.observe(target, target.score(3), [2], None)
+    looked(400, right, exits)
+    odds = exits.odds(greedy=False)
+    assert odds.keys() == set(right) and all(0 < each < 100 for each in odds.values())
+
+
 class ByRound(LayerSkip):
     """Leaves at another layer in each round."""
 

@@ -74,6 +74,15 @@ def test_sublayers_that_do_nothing_are_found(hasty):
     assert set(tuner.skip.attention) >= {1, 3} and 2 in tuner.skip.mlp
 
 
+def test_the_search_goes_on_where_another_set_has_become_the_best():
+    tuner = SkipTuner(Target(small_llama(num_hidden_layers=4), execution="eager"), Clock())
+    proposals = tuner._proposed([1.0] * len(tuner.sublayers))
+    while (found := next(proposals)) is not None:  # until none near the best is left
+        tuner.judged[found] = 1, 1
+    tuner._best = tuple(not left_out for left_out in tuner._best)
+    assert next(proposals) not in (None, *tuner.judged)
+
+
 def test_sets_that_leave_out_the_last_layers_are_among_the_first(hasty):
     target = Target(small_llama(num_hidden_layers=8), execution="eager")
     tuner = tuned(SkipTuner(target, Clock()), 2 * len(skip_tuning.TAILS) + 4, rows())

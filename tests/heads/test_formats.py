@@ -148,7 +148,7 @@ def test_names_and_fields_that_others_read(tmp_path: Path):
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
     config = json.loads((tmp_path / "published" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == 50
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(head.config.aux_layers)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [layer - 1 for layer in head.config.aux_layers]
 
     checkpoints.save(head, tmp_path / "speculators", target="org/model")
     assert set(load_file(weights(tmp_path / "speculators"))) == rest | {f"layers.0.{each}" for each in layer}
@@ -220,6 +220,15 @@ def test_what_a_missing_field_means_depends_on_the_format(tmp_path: Path):
         configured(tmp_path / format, lambda config: config.pop("norm_before_residual"))
     assert checkpoints.load(tmp_path / "speculators", tiny()).config.norm_before_residual is True
     assert checkpoints.load(tmp_path / "eagle3", tiny()).config.norm_before_residual is False
+
+
+def test_hidden_states_are_outputs_to_specforge_and_inputs_to_vllm(tmp_path: Path):
+    head = make("eagle3")
+    checkpoints.save(head, tmp_path, format="eagle3")
+    foreign(tmp_path)
+    assert checkpoints.load(tmp_path, tiny()).config.aux_layers == head.config.aux_layers
+    configured(tmp_path, lambda config: config.update(eagle_aux_hidden_state_layer_ids=list(head.config.aux_layers)))
+    assert checkpoints.load(tmp_path, tiny()).config.aux_layers == head.config.aux_layers
 
 
 def test_the_older_fields_of_rotary_positions(tmp_path: Path):

@@ -452,6 +452,15 @@ def test_a_profile_is_of_one_model_drafter_dtype_and_number_of_threads(monkeypat
     assert describe(target, drafter)["drafter"]["model"]["dtype"] == "torch.float32"
 
 
+def test_the_profile_of_a_head_whose_configuration_has_tuples_is_read_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    target, drafter = Target(tiny()), make_drafter("eagle3")
+    drafter.bind(target)
+    assert isinstance(drafter.head.config.aux_layers, tuple)
+    assert profile(target, drafter).write(filled()) and profile(target, drafter).read(CostModel())
+    target.close()
+
+
 def test_the_second_speculator_reads_what_the_first_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     rows = prompts((24, 24))

@@ -115,7 +115,8 @@ class Exits:
         theirs = logits[rows, nodes]
         self._add(True, (ours.argmax(-1) == theirs.argmax(-1)).double())
         if not self.greedy:
-            self._add(False, torch.minimum(ours.float().softmax(-1), theirs.float().softmax(-1)).sum(-1).double())
+            chances = torch.minimum(ours.float().softmax(-1), theirs.float().softmax(-1)).sum(-1)
+            self._add(False, chances.nan_to_num().double())  # a row that failed has NaN, which would stay for ever
 
     def _add(self, greedy: bool, right: Tensor) -> None:
         """``[layers, count]`` chances of being accepted."""

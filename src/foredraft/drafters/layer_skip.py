@@ -57,7 +57,7 @@ class LayerSkip(Drafter):
         self.source = named(source)
         self._wanted, self.offer = exit, offered(siblings, DRAWN)
         self._exit: int | None = None  # of the model that it is bound to
-        self.info = replace(self.info, proposals=self.offer.chains)
+        self.info = replace(self.info, proposals=self.offer.chains, learns_from_feedback=threshold == "auto")
         self.stopping = Stopping(threshold)
         self._target: Target | None = None
         self._head: Head | None = None

@@ -216,7 +216,7 @@ class NGram(Drafter):
             if max(going) <= depth:
                 break
             laws = [context if going[row] > depth else None for row, context in enumerate(contexts)]
-            token, q = request.choose(self._logits([laws], request)[0], drafted)
+            token, q = request.choose(self._logits([[law] for law in laws], request)[:, 0], drafted)
             drafted.append(token)
             if q is not None:
                 qs.append(q)

@@ -60,7 +60,7 @@ class SkipTuner:
         self._rounds, self._price, self._last, self._vain = 0, 0.0, clock(), 0
         self._window: tuple[Tensor, int, Tensor] | None = None  # ids [1, W], the first that counts, and what is expected from there on
         self._left: Iterator[Skipped] = iter(())  # to be judged over the window
-        self._proposals: Iterator[Skipped] | None = None
+        self._proposals: Iterator[Skipped | None] | None = None
         self._kept = self._path()
         self._stored = self._best = self._load() or self._mask(target.sublayers.spread)
         self.skip = set_of(self.sublayers, self._best)
@@ -124,12 +124,12 @@ class SkipTuner:
         yield self._best
         assert self._proposals is not None
         for _ in range(SETS):
-            if (proposed := next(self._proposals, None)) is None:
+            if (proposed := next(self._proposals)) is None:
                 return
             yield proposed
 
-    def _proposed(self, influence: Sequence[float]) -> Iterator[Skipped]:
-        """Sets that were not judged."""
+    def _proposed(self, influence: Sequence[float]) -> Iterator[Skipped | None]:
+        """Sets that were not judged; None while there is none near the best, which may become another one."""
         count = len(self.sublayers)
         order = sorted(range(count), key=lambda index: influence[index] / self.costs.sublayers[index])
         least = [order[: min(max(1, round(eighths * count / 8)), count - 1)] for eighths in SIZES]
@@ -143,10 +143,7 @@ class SkipTuner:
             fewer = [index for index in reversed(order) if self._best[index]]
             changed = (index for both in zip_longest(more, fewer) for index in both if index is not None)
             near = (tuple(left_out ^ (place == index) for place, left_out in enumerate(self._best)) for index in changed)
-            nearest = next((each for each in near if each not in self.judged and any(each) and not all(each)), None)
-            if nearest is None:
-                return
-            yield nearest
+            yield next((each for each in near if each not in self.judged and any(each) and not all(each)), None)
 
     # -- from one start to the next -----------------------------------------------------------------------------------
 

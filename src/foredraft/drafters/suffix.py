@@ -249,7 +249,7 @@ class PastTexts:
 def _isolated(given: SuffixStore) -> Isolated[SuffixStore]:
     """Stores for isolated rows, which begin as ``given`` is now."""
     first = given.copy()
-    return Isolated(first.copy, lambda store: max(0, store.size - first.size), given.capacity)
+    return Isolated(first.copy, lambda store: min(store.size, store.added), given.capacity)  # what was given is evicted first
 
 
 def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Tokenizer | None) -> SuffixStore:

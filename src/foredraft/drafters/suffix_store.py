@@ -55,6 +55,7 @@ class SuffixStore:
             raise ConfigurationError(f"capacity must be a number of tokens from 2 to 2**31 - 1, got {capacity!r}")
         self.capacity, self.vocab_size, self.tokenizer = capacity, vocab_size, tokenizer
         self.size = 0
+        self.added = 0  # tokens, evicted ones too, since it was made or copied
         self._segments: list[Segment] = []
         self._known: set[bytes] = set()
 
@@ -77,6 +78,7 @@ class SuffixStore:
             self._evict(len(kept) + 1)
         self._known.add(name)
         self.size += len(kept) + 1
+        self.added += len(kept) + 1
         joined, size = [kept], len(kept)
         while self._segments and len(self._segments[-1]) < JOINED * size:
             before = self._segments.pop()

@@ -149,9 +149,10 @@ def widened(logits: Tensor) -> Tensor:
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """``logits`` ``[..., V']`` cut or padded with -inf to ``vocab_size``: models of one family pad their vocabularies differently."""
+    """``logits`` ``[..., V']`` cut or padded to ``vocab_size``: models of one family pad their vocabularies differently. Tokens that are
+    added have probability 0 exactly, unless the processors leave nothing else; with -inf all would be NaN then."""
     if logits.shape[-1] == vocab_size:
         return logits
     if logits.shape[-1] > vocab_size:
         return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+    return torch.nn.functional.pad(widened(logits), (0, vocab_size - logits.shape[-1]), value=-1e30)

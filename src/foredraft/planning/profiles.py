@@ -65,7 +65,7 @@ def profile(target: Target, drafter: Drafter) -> Profile | None:
     """That of this configuration on this machine; None where none are kept."""
     if cache_folder() is None:
         return None
-    key = describe(target, drafter)
+    key = json.loads(json.dumps(describe(target, drafter)))  # as it is read again: JSON has no tuples
     place = private_place("profiles", key)
     return None if place is None else Profile(place.with_suffix(".json"), key)
 

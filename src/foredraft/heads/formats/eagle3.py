@@ -2,7 +2,8 @@
 
 Published files have a llama's ``config.json`` and call the decoder layer ``midlayer``. Speculators has head, decoder layer and target in
 one ``config.json``, and calls the layer ``layers.0``. Readers disagree about the default of some fields (``norm_before_residual`` is true
-to one and false to another), so every field is written.
+to one and false to another), so every field is written. Hidden states are numbered as the inputs of layers, but under ``eagle_config``,
+which SpecForge writes and SGLang reads, as their outputs: one less.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ class PublishedEagle3(Eagle3Format):
 
     def foreign(self, stored: Stored, shape: TargetShape) -> Eagle3Config:
         config, eagle = stored.config, stored.config.get("eagle_config") or {}
-        return config_from(config, {**config, **eagle}, config.get(AUX) or eagle.get(AUX), {}, shape, stored.where)
+        aux = config.get(AUX) or [layer + 1 for layer in eagle.get(AUX) or ()]
+        return config_from(config, {**config, **eagle}, aux, {}, shape, stored.where)
 
     def write(self, head: Head, about: Mapping[str, Any], target: str) -> Stored:
         assert isinstance(head, Eagle3Head)
@@ -202,7 +204,11 @@ class PublishedEagle3(Eagle3Format):
             "architectures": [ARCHITECTURES[0]],
             **layer_config(ours, head.fc.weight.dtype),
             **own_fields(ours),
-            "eagle_config": {AUX: list(ours.aux_layers), "use_aux_hidden_state": True, "norm_before_fc": ours.norm_before_fc},
+            "eagle_config": {
+                AUX: [layer - 1 for layer in ours.aux_layers],
+                "use_aux_hidden_state": True,
+                "norm_before_fc": ours.norm_before_fc,
+            },
             OURS: block(head, about),
         }
         return Stored(config, tensors_of(head))
