@@ -107,6 +107,13 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(found)
 
 
+def free_memory_of(device: torch.device) -> int | None:
+    """The same of the memory of ``device``, a GPU's or main memory. What torch has reserved there and does not use is free."""
+    if device.type != "cuda":
+        return free_memory()
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def _numbers(path: Path) -> dict[str, int]:
     """What Linux lists in a file, a name and a number per line."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

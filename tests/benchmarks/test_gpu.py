@@ -1,10 +1,11 @@
-"""The order of ``make gpu``: reports are on disk before the next stage begins, failures stay failures, and time ends."""
+"""What ``make gpu`` reports: each stage before the next one begins, failures as failures, skipped tests as failures, and that time ends."""
 
 import json
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.gpu import main, run_stages
 
 
@@ -28,6 +29,25 @@ def test_each_report_is_on_disk_before_the_next_stage_and_failures_stay(tmp_path
     assert [reports[name]["ok"] for name in stages] == [True, False, True, False]
     assert reports["b"]["reason"] == "RuntimeError: out of memory" and "not run" in reports["d"]["reason"]
     assert run_stages({"a": stage("a", 1)}, tmp_path, clock=lambda: now[0])
+
+
+def test_exponentials_may_differ_in_their_last_bits_and_nothing_else():
+    here = {"words": torch.tensor([1 << 40, 3]), "race": torch.tensor([5]), "exponentials": torch.tensor([0.3, 2.0])}
+    rounded = {**here, "exponentials": torch.nextafter(here["exponentials"], torch.tensor(9.0))}
+    assert all(gpu.alike(here, rounded).values())
+    others = {"words": here["words"] + 1, "race": here["race"] + 1, "exponentials": here["exponentials"] * 1.001}
+    assert not any(gpu.alike(here, others).values())
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_skipped_tests_have_not_passed(skipped, tmp_path, monkeypatch):
+    """In a folder whose options are quiet, as those of this one are."""
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\nmarkers = ["cuda: needs a GPU"]\n')
+    lines = ["import pytest", "@pytest.mark.cuda", "def test_first(): pass", "@pytest.mark.cuda", "def test_second():"]
+    lines += ["    pytest.skip('needs a GPU')" if skipped else "    pass"]
+    (tmp_path / "test_them.py").write_text("\n".join(lines) + "\n")
+    monkeypatch.chdir(tmp_path)
+    assert gpu.tests(60)["ok"] != skipped
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

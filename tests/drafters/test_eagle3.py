@@ -505,6 +505,13 @@ def test_bfloat16():
     speculator.close()
 
 
+def test_float16_tells_what_is_outside_the_draft_vocabulary():
+    layer = made("few tokens").layer().to(torch.device("cpu"), torch.float16)
+    logits = layer.full_logits(torch.zeros(1, 32, dtype=torch.float16))[0]
+    p = torch.softmax(logits.float(), -1)
+    assert logits.isfinite().all() and p.count_nonzero() == 50 and p[FAVOURITES].tolist() == pytest.approx([1 / 50] * 50)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------------
 
 

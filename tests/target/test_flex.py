@@ -365,6 +365,27 @@ def test_compiled_on_a_cpu_it_reads_the_right_blocks():
     assert target.backend.flexed == 3
 
 
+@torch.inference_mode()
+def test_shapes_beyond_what_torch_compiles_attend_as_the_model_does(monkeypatch):
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    def refused(*given):
+        raise FailOnRecompileLimitHit("Hard failure due to fullgraph=True")
+
+    monkeypatch.setattr(flex, "compiled_kernel", lambda: refused)
+    plain, target = Target(tiny(), test=False), Target(tiny(), test=False)
+    target.backend = Flexed(target.backend.facts, {}, compiled=True)
+    texts, tree = prompts(LENGTHS), random_tree(3, 9, 1)
+    for each in (plain, target):
+        each.open(texts)
+        each.prefill(texts, first=0)
+    assert_same(target.score(tree), plain.score(tree))
+    assert target.backend.flexed == 0 and "no more shapes" in target.reasons["flex"]
+    for each in (plain, target):
+        each.commit(None, (1, 2, 1))
+    assert_same(target.score(tree), plain.score(tree))
+
+
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
 
 HEADS = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 16384}

@@ -6,6 +6,7 @@ Without a GPU a tape stands in for CUDA graphs (``tape.py``). What needs a GPU i
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import warnings
 
@@ -776,6 +777,26 @@ def test_planted_faults_are_found_at_load(fault, taped, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(ConfigurationError, match="differ from those of an eager pass"):
         Target(of("llama"), execution="graphs")
+
+
+def test_only_the_thread_that_records_must_not_wait(monkeypatch):
+    """Torch has one mode for the process; other threads go on generating, and what else is warned of is shown."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def wait():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="something else"), recorder.no_waiting():
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+        warnings.warn("something else", stacklevel=1)
+    assert modes == ["default", "warn", "default"]
+    with pytest.raises(RuntimeError, match="synchronizing"), recorder.no_waiting():
+        wait()
+    assert modes[-1] == "default"
 
 
 # -- on a GPU -------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator, TokenTree
 from foredraft.backends.states import KEPT, State, StateStore
 from foredraft.target import Target
+from foredraft.target.target import budget
 
 HOW = {"falcon_alibi": "sdpa", "qwen3_next": "sdpa", "zamba2": "sdpa"}
 FAMILIES = ["gpt_neo", "falcon_alibi", "qwen3_next", "zamba2", "mamba2", "rwkv"]  # caches that are cut, mixed, recurrent, no cache
@@ -224,6 +225,13 @@ def test_texts_within_a_budget_are_those_without(family):
     assert session.memory.held == 0 and 0 < session.memory.cached <= int(2.2 * one)
     with pytest.raises(CacheMemoryError, match="cache_memory allows"):
         session.add(text(300), RowParameters(max_new_tokens=200))
+
+
+def test_on_a_gpu_the_memory_of_the_gpu_counts(monkeypatch):
+    """And what torch has reserved there is free as far as it is not used."""
+    for name, found in {"mem_get_info": (1000, 9000), "memory_reserved": 700, "memory_allocated": 500}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert [budget(each, torch.device("cuda", 0)) for each in ("auto", 0.5, "1MB")] == [(False, 960), (True, 600), (True, 10**6)]
 
 
 def test_a_budget_without_room_for_a_row_is_refused():

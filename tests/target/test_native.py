@@ -7,9 +7,11 @@ import ctypes
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import time
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -497,3 +499,12 @@ def test_on_a_busy_machine_the_caller_works_alone_where_that_is_no_slower(tmp_pa
     windows(10, 0.9, 0.9)
     windows(34, 1.9, 1.0)  # a second
     assert windows(100, 1.9, 1.0) == 0, "quiet again"
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("sh", "cc", "flock", "sha256sum"))), reason="needs a C compiler")
+def test_the_compiler_of_the_tests_serves_others_too(tmp_path):
+    """Triton, which compiles FlexAttention for a GPU, has the name of the output in the middle."""
+    (tmp_path / "main.c").write_text("int main(void) { return 0; }\n")
+    compiler, output = Path(__file__).parents[1] / "support" / "cc", tmp_path / "out"
+    subprocess.run([compiler, tmp_path / "main.c", "-o", output, f"-I{tmp_path}"], check=True)
+    assert output.exists()

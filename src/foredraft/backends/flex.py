@@ -143,7 +143,8 @@ AttentionInterface.register(NAME, attend)
 
 
 class Flexed(Eager):
-    """Passes that need a mask attend through FlexAttention, others as the model does.
+    """Passes that need a mask attend through FlexAttention, others as the model does, and so do those of further shapes once torch has
+    compiled as many as it may.
 
     Args:
         compiled: None compiles on CUDA only.
@@ -163,6 +164,8 @@ class Flexed(Eager):
         self._masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype, builder=NAME)
 
     def forward(self, given: ForwardPass) -> PassOutput:
+        from torch._dynamo.exc import FailOnRecompileLimitHit  # takes a second to import
+
         window = given.window
         if given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0):
             return super().forward(given)
@@ -173,8 +176,13 @@ class Flexed(Eager):
         positions = self.positions(given.tree, wide)
         mask = self.masks(given.tree, wide, positions)
         where = None if given.uniform_chain else MaskInputs(given.tree, wide, positions)
-        with self.in_use():
-            return self.called(given, wide, positions, mask, where)
+        try:
+            with self.in_use():
+                return self.called(given, wide, positions, mask, where)
+        except FailOnRecompileLimitHit:
+            self.flexed -= 1
+            self.reasons["flex"] = "torch compiles no more shapes of it; passes of other shapes use the model's own attention"
+            return self.plain(given)
 
     def masks(self, tree: TokenTree, window: Window, positions: Tensor) -> Any:
         """A block mask, or one per layer type, for the spanned ``window``, which the cache has entered."""

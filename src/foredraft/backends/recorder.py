@@ -5,6 +5,8 @@ A recorded function reads its inputs from tensors that stay where they are, and 
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 WARM_UP = 1  # runs before the one that is checked for waiting; libraries initialize themselves in them
+CHECKING = threading.Lock()  # torch's mode and Python's warnings are those of the process
 
 Outputs = tuple[Tensor, ...]
 
@@ -71,13 +74,28 @@ class CudaRecorder:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Inside, torch raises RuntimeError where the host would wait for a CUDA device."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    """Raises RuntimeError in the end if this thread has waited for a CUDA device inside. Other threads may wait: torch's mode "error" would
+    end what they are generating."""
+    thread, waits = threading.get_ident(), list[str]()
+    with CHECKING, warnings.catch_warnings():
+        shown = warnings.showwarning
+
+        def note(message: Any, *about: Any, **named: Any) -> None:
+            if "synchronizing CUDA operation" not in str(message):
+                shown(message, *about, **named)
+            elif threading.get_ident() == thread:
+                waits.append(str(message))
+
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if waits:
+        raise RuntimeError(waits[0])
 
 
 class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]

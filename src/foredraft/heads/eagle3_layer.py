@@ -174,7 +174,8 @@ class Layer:
         logits = self.logits(normed)
         if self.ids is None:
             return logits
-        return logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), ELSEWHERE).index_copy_(-1, self.ids, logits)
+        elsewhere = max(ELSEWHERE, torch.finfo(logits.dtype).min)  # float16 holds no such number
+        return logits.new_full((*logits.shape[:-1], self.config.target.vocab_size), elsewhere).index_copy_(-1, self.ids, logits)
 
 
 class Rotary:

@@ -18,7 +18,7 @@ from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.rollback import RollbackCache
 from foredraft.backends.states import RowMemory
-from foredraft.device import free_memory, to_device
+from foredraft.device import free_memory_of, to_device
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words, parse_memory
@@ -42,8 +42,8 @@ AUTO = 0.8  # of the memory that is free; the rest is for what passes compute
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 
 
-def budget(memory: str | float) -> tuple[bool, int | None]:
-    """Whether an amount of memory was asked for, rather than "auto"; and the bytes that a cache may take, None for no limit.
+def budget(memory: str | float, device: torch.device) -> tuple[bool, int | None]:
+    """Whether an amount of memory was asked for, rather than "auto"; and the bytes that a cache on ``device`` may take, None for no limit.
 
     Raises:
         ConfigurationError: not an amount of memory.
@@ -51,7 +51,7 @@ def budget(memory: str | float) -> tuple[bool, int | None]:
     wanted = parse_memory(memory)
     if isinstance(wanted, int):
         return True, wanted
-    free = free_memory()
+    free = free_memory_of(device)
     return wanted is not None, None if free is None else int(free * (AUTO if wanted is None else wanted))
 
 
@@ -126,7 +126,7 @@ class Target(Passes):
         self._seen = dict(self._state.counts)
         self._beside: Callable[[], int] = lambda: 0  # bytes that a drafter keeps for each page
         try:
-            self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory)
+            self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory, self.device)
             self._limit()
         except ConfigurationError:
             self.backend.close()
