@@ -7,11 +7,14 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import clone, drafter_names, make_drafter, prompts, repetitive, tiny
+from head_cases import make
+from helpers import clone, drafter_names, make_drafter, perturbed, prompts, repetitive, tiny
 from kernel_cases import build, needs_kernels
+from learning_cases import never_started
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, TemperatureLogitsWarper
 
-from foredraft import RowParameters, Speculator, TargetOutputError
+from foredraft import RowParameters, Speculator, TargetOutputError, drafters
+from foredraft.drafters.learning.serving import Learning
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.cache import TreeCache
@@ -208,6 +211,26 @@ def test_a_call_fails_with_its_row(how):
             ids, max_new_tokens=9, logits_processor=processors
         )
     assert model.generate(ids, max_new_tokens=3).stats.new_tokens == 3 * len(ids)
+
+
+# -- what would be learnt ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["draft-model", "medusa"])
+def test_nothing_is_learnt_from_a_row_that_failed(kind, tmp_path, monkeypatch):
+    """In its last round the target said nothing, and its hidden states may be NaN."""
+    monkeypatch.setitem(Learning.__init__.__kwdefaults__, "start", never_started)
+    source, pieces = perturbed() if kind == "draft-model" else make("medusa"), []
+    drafter = drafters.find(kind)(source, learn=tmp_path)
+    model = Speculator(poisoned(clone(tiny())), drafter, rule="match", shape="chain(3)")
+    drafter.learning.duty.elapsed = 1e9  # there is time for every round
+    drafter.learning.collector.keep = pieces.append
+    bad = [parameters(7, BAD, [Raises(len(BAD) + 5)]), parameters(8, BAD, [Forces(len(BAD) + 4, POISON)])]
+    texts, ends = run(model.session(), [(0, GOOD[0], parameters(0, GOOD[0])), *((0, BAD, each) for each in bad)])
+    assert [ends[slot][0] for slot in range(3)] == ["length", "error", "error"]
+    text, learnt = [*GOOD[0], *texts[0]], [piece["tokens"][: piece["length"]].tolist() for piece in pieces]
+    assert learnt and all(any(text[start : start + len(each)] == each for start in range(len(text))) for each in learnt)
+    model.close()
 
 
 # -- what would keep NaN --------------------------------------------------------------------------------------------------------

@@ -190,6 +190,26 @@ def test_an_abandoned_stream_is_taken_over():
     assert len(drain(running)) == NEW - 1
 
 
+def test_what_was_stopped_leaves_the_turn_to_what_took_over():
+    speculator = Speculator(tiny(), "none")
+    old, new = (speculator.stream(IDS, max_new_tokens=NEW) for _ in range(2))
+    next(old)
+    next(new)
+    with pytest.raises(ForedraftError, match="this one was stopped"):
+        next(old)
+    with pytest.raises(BusyError):
+        elsewhere(text, speculator)
+    assert len(drain(new)) == NEW - 1
+    sessions = [speculator.session() for _ in range(2)]
+    for session in sessions:
+        session.add(IDS[0].tolist(), RowParameters(max_new_tokens=NEW))
+        session.step()
+    sessions[0].remove(0)
+    with pytest.raises(BusyError):
+        elsewhere(text, speculator)
+    assert not sessions[0].live and sessions[1].step()[0].tokens
+
+
 def test_any_thread_may_read_a_stream_one_at_a_time():
     speculator = Speculator(tiny(), "none")
     expected = text(speculator)[0][-NEW:]

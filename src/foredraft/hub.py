@@ -59,7 +59,13 @@ def on_this_machine(source: str) -> bool:
     if Path(source).expanduser().exists():
         return True
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise ConfigurationError(f"there is no model at {source!r}: no such path, and no id of the hub: {first_line(error)}") from error
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if why is None:
         return False

@@ -90,7 +90,7 @@ def load_model(
             model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)
@@ -127,7 +127,7 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
     folder, file = hub.parted(source)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=local)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         if file is not None:
             return _tokenizer_in(source, folder, file, local=local)
         place = Path(folder).expanduser()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -105,7 +105,7 @@ class Loop:
         commits = self._append(rows, draft, outcome)
         self.observer.committed(rows, commits, outcome)
 
-        self.drafter.observe(rows, self._feedback(draft, without_failed(logits, commits), outcome))
+        self.drafter.observe(rows, self._feedback(draft, logits, outcome, commits))
         self.observer.finished(rows, outcome)
         return commits
 
@@ -335,14 +335,15 @@ class Loop:
             )
         return replace(commit, drafter=drafter, drafted_by_depth=kept.drafted, guesses_drafted=counts[0], guessed=counts[1], trace=trace)
 
-    def _feedback(self, draft: Draft, logits: Tensor, outcome: Outcome) -> Feedback:
+    def _feedback(self, draft: Draft, logits: Tensor, outcome: Outcome, commits: Sequence[Commit]) -> Feedback:
         info, accepted = self.drafter.info, [row.accepted for row in outcome.rows]
+        failed = frozenset(index for index, commit in enumerate(commits) if commit.error is not None)
+        known = without_failed(logits, failed) if info.needs_logits else None
         hidden = self.target.hidden if info.features else None
-        feedback = Feedback(draft.tree, accepted, outcome.path, logits if info.needs_logits else None, hidden)
+        feedback = Feedback(draft.tree, accepted, outcome.path, known, hidden, failed)
         return member_feedback(info, draft.part, feedback, kept_paths(feedback)) if draft.guessed else feedback
 
 
-def without_failed(logits: Tensor, commits: Sequence[Commit]) -> Tensor:
-    """``logits`` ``[R, N, V]`` with zeros for rows that have failed: no drafter shall keep NaN."""
-    failed = [index for index, commit in enumerate(commits) if commit.error is not None]
-    return logits.index_fill(0, to_device(failed, logits.device), 0) if failed else logits
+def without_failed(logits: Tensor, failed: Collection[int]) -> Tensor:
+    """``logits`` ``[R, N, V]`` with zeros for rows that have ``failed``: no drafter shall keep NaN."""
+    return logits.index_fill(0, to_device(list(failed), logits.device), 0) if failed else logits

@@ -177,7 +177,8 @@ class Session:
             KeyError: no such live row.
             BusyError: another thread is in a step.
         """
-        with self._alone() if self.rows or self.turn.running else nullcontext():
+        mine = bool(self.rows) and self.target.owner is self._token
+        with self._alone() if mine or self.turn.running else nullcontext():
             row = next((row for row in (*self.waiting, *self.rows) if row.slot == slot), None)
             if row is None:
                 raise KeyError(f"no live row in slot {slot}")
@@ -232,6 +233,8 @@ class Session:
             ForedraftError: another session took the target over; this one is lost.
             BusyError: another thread is using the target, the drafter or a model of theirs. Nothing has changed; try again later.
         """
+        if self.rows:
+            self._own()  # refused before it takes its turn, which would end that of whoever took over
         with self._alone():
             self._own()
             try:

@@ -14,13 +14,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from foredraft import Speculator, zoo
+from foredraft.auditing.reference import Reference
 from foredraft.cli import alpha, app
 from foredraft.cli.alpha import Compared, Setting
 from foredraft.cli.prompts import Text, read_texts
 from foredraft.cli.settings import Configuration
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabularies import Reading
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, TargetOutputError
 from foredraft.planning.costs import CostModel, StandIn
 from foredraft.preparation import pad
 from foredraft.training.generation import Answering, generate
@@ -80,6 +81,13 @@ def test_alpha_is_the_overlap_at_the_temperature_that_is_served():
         p, q = (torch.softmax(torch.where(each >= each.topk(5).values[-1], each, -torch.inf), -1) for each in (p, q))
         assert found.alpha[place - 3] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-5)
     assert len(found) == len(ids) - 3
+
+
+def test_a_target_that_answers_nan_is_said(monkeypatch: pytest.MonkeyPatch):
+    model = zoo.load("python-1m")
+    monkeypatch.setattr(Reference, "logits", lambda self, texts, model=None: torch.full((1, texts.shape[1], 4096), torch.nan))
+    with pytest.raises(TargetOutputError, match="NaN or infinite in a text of 'files'"):
+        alpha.compare(model, model, "files", [5, 6, 7], 1, {"do_sample": False})
 
 
 @pytest.mark.nightly

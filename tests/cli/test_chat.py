@@ -100,6 +100,11 @@ def test_a_message_that_is_refused_is_forgotten(model, tmp_path):
     assert [each["content"] for each in messages if each["role"] == "user"] == ["def add(a, b):"]
 
 
+def test_messages_that_are_no_text(model):
+    result = CliRunner().invoke(app, ["chat", model, *HOW], input=b"\xff\n", prog_name="foredraft")
+    assert result.exit_code == 2 and "stdin is not UTF-8 text" in result.stderr
+
+
 def test_a_model_without_a_template_is_refused():
     result = CliRunner().invoke(app, ["chat", "zoo:python-1m"], prog_name="foredraft")
     assert result.exit_code == 2 and "has no chat template; give a text" in result.stderr

@@ -148,6 +148,12 @@ def test_version_and_lists_of_files_need_no_torch():
     assert cli("--version").stdout == f"foredraft {__version__}\n"
 
 
+def test_a_terminal_that_lacks_a_character_shows_another():
+    running = process("models", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    stdout, stderr = running.communicate()
+    assert (running.returncode, stderr) == (0, "") and "?" in stdout and stdout.isascii()
+
+
 def test_models_lists_all_and_labels_the_instrument():
     lines = cli("models").stdout.splitlines()
     for model in zoo.describe():
@@ -219,6 +225,7 @@ def test_verbose_shows_all_figures_in_one_line():
     for words in (" tokens/s", "acceptance length ", "target pass", " drafted, ", " accepted", "first token after", "rule match", "greedy"):
         assert words in line
     assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line
+    assert "drafter none" in generate("x", *EXACT, "--drafter", "none", "--verbose", "--json").stderr
 
 
 @pytest.mark.nightly  # what is interrupted below has the same libraries

@@ -114,6 +114,10 @@ def test_refusals_of_export_name_the_fix(tmp_path: Path, target: Path):
     assert "choose vllm, medusa, foredraft" in refused("export", source, "--to", "speculators", *out)
     assert "has no revision 'v1'" in refused("export", source, "--to", "vllm", *out, "--revision", "v1")
     assert "is a file; a head is stored in a folder" in refused("export", source, "--to", "vllm", "--out", source / "config.json")
+    before = {path: path.read_bytes() for folder in (source, target) for path in folder.iterdir()}
+    assert "is the head itself: choose another folder" in refused("export", source, "--to", "vllm", "--out", source)
+    assert "is the target: choose another folder" in refused("export", source, "--to", "vllm", "--out", target)
+    assert {path: path.read_bytes() for folder in (source, target) for path in folder.iterdir()} == before
     config = json.loads((source / "config.json").read_text())
     del config["foredraft"]
     (source / "config.json").write_text(json.dumps(config))

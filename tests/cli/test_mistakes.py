@@ -188,6 +188,23 @@ def test_a_model_that_was_downloaded_needs_no_network(tmp_path, monkeypatch):
         load_tokenizer("me/other")
 
 
+def test_what_cannot_be_a_hub_id_is_said_without_asking():
+    for source in ("my--model", "model.git", "owner/-model", "m" * 97):
+        with pytest.raises(ConfigurationError, match="no such path, and no id of the hub"):
+            hub.on_this_machine(source)
+
+
+def test_a_library_that_a_model_needs_is_named(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise ImportError("\nThis model requires the SentencePiece library but it was not found.\nCheck out the instructions")
+
+    (tmp_path / "config.json").write_text("{}")
+    for name, load in (("AutoTokenizer", load_tokenizer), ("AutoModelForCausalLM", load_model)):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", fail)
+        with pytest.raises(ConfigurationError, match=r"This model requires the SentencePiece library but it was not found\.$"):
+            load(tmp_path)
+
+
 def test_an_encoder_decoder_model_is_refused_by_path(tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
 

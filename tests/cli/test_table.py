@@ -173,6 +173,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert [each["rule"] for each in cells[:4]] == ["match", "match", "rejection", "rejection"]
     own = [each for each in cells if each["draft"].startswith("draft-model")]
     assert all(each["alpha"]["value"] == 1 and each["c_operations"] == 1 for each in own)
+    assert all(each["speedup"]["low"] is None for each in cells), "one run has no interval"
     assert (tmp_path / "o.md").read_text().count("\n") == 10 and "bigram" in result.stdout and "bigram" in (tmp_path / "o.tex").read_text()
 
 

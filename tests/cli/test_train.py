@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 
@@ -17,6 +18,7 @@ from foredraft.heads import checkpoints
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.loading import load_model
 from foredraft.training.data import Texts
+from foredraft.training.runs import alone_in
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,28 @@ def test_a_folder_that_cannot_be_made_is_said(place, tmp_path):
     (tmp_path / "text").write_text("import os\n")
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2 and "cannot write" in done.stderr
+
+
+def test_one_run_at_a_time_writes_to_a_folder(place, tmp_path, monkeypatch):
+    with alone_in(tmp_path / "run"):
+        done = train(place, tmp_path)
+        assert done.exit_code == 2 and "another run is writing to" in done.stderr and "pgrep -af 'foredraft train'" in done.stderr
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+        monkeypatch.setenv("RANK", "1")
+        with alone_in(tmp_path / "run"):
+            pass  # another process of the run that holds the lock
+    monkeypatch.delenv("RANK")
+    with alone_in(tmp_path / "run"):
+        pass
+
+
+def test_a_file_system_without_locks_refuses_nobody(tmp_path, monkeypatch):
+    def missing(*given):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    with alone_in(tmp_path / "run"):
+        pass
 
 
 def test_ngrams_of_held_out_texts_are_not_counted(place, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 from foredraft import zoo
 from foredraft.cli import app, tune
-from foredraft.cli.tune import Candidate, Setting
+from foredraft.cli.tune import Candidate, Contender, Setting, Tuning
+from foredraft.errors import ConfigurationError
+from foredraft.stats import Stats
 
 CANDIDATE = Candidate(
     drafter="draft-model:small",
@@ -106,6 +109,18 @@ def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     tune.draw(tmp_path / "out.png", Setting("model"), [CANDIDATE])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(tune, "Tuning", lambda setting, progress: SimpleNamespace(run=lambda: [CANDIDATE], spread=1.0))
+    result = cli("--target", "zoo:python-1m", "--plot", tmp_path / "out.nope")
+    assert result.exit_code == 2 and "cannot write" in result.stderr and "1.38× plain decoding" in result.stdout
+
+
+def test_texts_that_end_at_once_are_said():
+    with pytest.raises(ConfigurationError, match="model ends every text at once; give other --prompts"):
+        Tuning._candidate(SimpleNamespace(setting=Setting("model")), Contender("suffix", None, kept=[Stats()]))
 
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):

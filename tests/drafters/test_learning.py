@@ -24,6 +24,7 @@ from tape import Tape
 from foredraft import ConfigurationError, Speculator, testing
 from foredraft.backends import recorder
 from foredraft.backends.packing import onednn_lays_out
+from foredraft.drafters.base import Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import collecting, serving
 from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, TEXT, TRIAL, Buffer, Layout
@@ -266,7 +267,7 @@ def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_pat
             row.ids = row.ids[-4000:] if len(row.ids) < 4000 else row.ids
             row.ids += [7] * (count + 1)
         tokens += sum(accepted) + 64
-        collector.observe(rows, SimpleNamespace(tree=tree, accepted=accepted, path=None, logits=logits, hidden=hidden))
+        collector.observe(rows, SimpleNamespace(tree=tree, accepted=accepted, path=None, logits=logits, hidden=hidden, failed=()))
         kept.append(sum(len(each.found) for each in collector._stretches.values()))
         assert all(each.read < layout.length for each in collector._stretches.values())
         if len(rows[0].ids) > 3000:
@@ -360,7 +361,7 @@ def learning_at(folder: Path, clock: Clock, start: Any, **options: Any) -> Learn
 def serve(learning: Learning, clock: Clock, seconds: float, *, alive: bool = False) -> None:
     """Rounds of one row for so long; a learner that is ``alive`` shows it."""
     row = FakeRow(list(range(40)))
-    feedback = SimpleNamespace(tree=TokenTree.from_chain(torch.zeros(1, 5, dtype=torch.long)), accepted=[2], path=None, logits=None)
+    feedback = Feedback(TokenTree.from_chain(torch.zeros(1, 5, dtype=torch.long)), [2], None)
     learning.begin([row])
     end = clock.now + seconds
     while clock.now < end:
@@ -484,6 +485,14 @@ def test_a_crash_while_a_version_is_written_leaves_the_one_before(tmp_path: Path
         with pytest.raises(KeyboardInterrupt):
             versions.save(2, {"a": torch.zeros(3)})
     assert versions.numbers() == [0, 1] and torch.equal(versions.load(1)["a"], weights["a"])
+
+
+def test_what_a_killed_learner_left_is_deleted(tmp_path: Path):
+    versions, left = Versions(tmp_path), tmp_path / ".version-0000002.safetensors.x7.tmp"
+    for tidy in (lambda: versions.save(1, {"a": torch.ones(3)}), versions.clear):
+        left.write_bytes(b"half a version")
+        tidy()
+        assert not left.exists()
 
 
 @pytest.mark.parametrize("after", range(3))

@@ -381,6 +381,8 @@ def test_building_a_datastore_and_drafting_from_it(tmp_path: Path):
     plain = Speculator("zoo:python-8m", drafter="none", dtype="float32")
     found = speculator.generate(prompt, max_new_tokens=16)
     assert found.sequences.tolist() == plain.generate(prompt, max_new_tokens=16).sequences.tolist() and found.stats.accepted > 0
+    sourced = cli("build", tmp_path / "a.py", "--target", "zoo:t5-ast", "--out", out)
+    assert sourced.exit_code == 0 and Datastore.load(out).fingerprint == loading.fingerprint(zoo.load_tokenizer("zoo:t5-ast"))
 
 
 def test_what_can_not_be_built(tmp_path: Path):

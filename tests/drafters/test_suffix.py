@@ -543,6 +543,10 @@ def test_a_store_is_saved_and_loaded(tmp_path):
     assert out.stats.accepted == out.stats.drafted > 0
     small = Suffix(source=path, capacity=50)
     assert held(path)[-1:] == [each.tolist() for each in small.store.sequences()], "the latest that there is room for"
+    length = len(held(path)[-1])
+    with pytest.raises(ConfigurationError, match=rf"has {length} tokens and the store room for {length}; pass capacity={2 * length}"):
+        Suffix(source=path, capacity=length)
+    assert len(Suffix(source=path, capacity=length + 1).store) == 1
 
 
 def test_saving_keeps_what_others_saved(tmp_path):

@@ -525,6 +525,8 @@ def test_texts_that_start_with_another_token_are_refused():
     other.generation_config.decoder_start_token_id = 5
     with pytest.raises(ConfigurationError, match=f"texts start with token {START}, and those of the draft .* with 5"):
         Speculator(build("t5"), DraftModel(other))
+    other.generation_config.decoder_start_token_id = [START]
+    Speculator(build("t5"), DraftModel(other)).close()
 
 
 def test_drafts_with_another_tokenizer_cannot_read_sound(monkeypatch):

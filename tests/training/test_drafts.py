@@ -234,6 +234,8 @@ def test_a_run_that_was_killed_and_resumed_ends_as_one_that_was_not(place, tmp_p
     assert any(not torch.equal(value, begin[name]) for name, value in learnt.items() if name in begin)
     ours, theirs = ([{**line, "seconds": 0, "tokens_per_second": 0} for line in Journal.read(each.folder)] for each in (whole, second))
     assert ours == theirs and [line["step"] for line in ours if "alpha" in line and "alphas" in line] == [0, 4, 8, 11]
+    left = [[path.name for path in each.folder.glob("written-*")] for each in (whole, second)]
+    assert left == [["written-00002.safetensors"]] * 2, "texts of windows that the last checkpoint is past are deleted"
 
 
 TOGETHER = """

@@ -14,7 +14,9 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from foredraft import zoo
+from foredraft.cli.checks import check
 from foredraft.cli.commands import app
+from foredraft.cli.settings import Configuration
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.errors import UnsupportedModelError
 from foredraft.heads import checkpoints
@@ -216,9 +218,10 @@ def test_ngram_table_completes_python():
 
 
 @pytest.mark.parametrize("arguments", ["demo", "generate x", "audit", "tune", "models", "generate x --target zoo:python-1m"])
-def test_without_the_distribution_one_line_says_how_to_get_it(arguments, monkeypatch):
+def test_without_the_distribution_one_line_says_how_to_get_it(arguments, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "foredraft_zoo", None)  # as if it were not installed
     result = CliRunner().invoke(app, arguments.split())
     assert result.exit_code == 2 and not result.stdout
     how = "pip install 'foredraft[zoo]', or ./zoo in a checkout"
     assert result.stderr == f"error: the embedded models (zoo:NAME) are not installed: {how}\n"
+    check(Configuration(str(tmp_path), dtype="float32"), ["suffix"])  # who has a model of his own needs none of them

@@ -28,7 +28,7 @@ from foredraft.cli.settings import Configuration
 from foredraft.cli.tables import add_row, new_table
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabularies import Foreign, Reading
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, TargetOutputError
 from foredraft.loading import load_tokenizer
 from foredraft.planning import search
 from foredraft.planning.costs import PROMPT, CostModel, StandIn, measure
@@ -185,6 +185,10 @@ def compare(
     reference = Reference.of(target, ids[:first], {**sampling, "max_new_tokens": len(ids)})  # none of these tokens is the last one
     text = torch.tensor([list(ids)], device=target.device)
     ours = reference.logits(text[:, first:])[0]
+    if not bool(ours.amax(-1).isfinite().all()):
+        raise TargetOutputError(
+            f"the target's logits are NaN or infinite in a text of {category!r}; try a wider dtype (float32 or bfloat16)"
+        )
     theirs = reference.logits(text[:, first:], model=draft)[0] if said is None else said(ids, first)
     alpha, agrees = np.empty(len(ours)), np.empty(len(ours))
     for place in range(len(ours)):

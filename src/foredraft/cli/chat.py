@@ -18,7 +18,7 @@ from foredraft.cli.printers import Marking, write
 from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Result
 from foredraft.detokenizer import Detokenizer
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, first_line
 from foredraft.loading import load_tokenizer
 from foredraft.preparation import pad
 from foredraft.text import encode
@@ -57,8 +57,11 @@ class Chat:
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
+                line.encode()
             except EOFError:
                 return
+            except UnicodeError as error:
+                raise ConfigurationError(f"stdin is not UTF-8 text: {first_line(error)}") from error
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise

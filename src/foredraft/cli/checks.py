@@ -43,15 +43,20 @@ def check_model(
     target: str, dtype: str = "auto", device: str | None = None, quantization: str | None = None, *, encoders: bool = False
 ) -> None:
     """A model's name and how it is to be loaded."""
+    check_precision(dtype, quantization)
+    if device == "auto" and not target.startswith(zoo.PREFIX):
+        check_extra("accelerate", "device-map", "--device auto")
+    check_source(target, encoders=encoders)
+
+
+def check_precision(dtype: str, quantization: str | None) -> None:
+    """What a model's weights are to be."""
     if dtype not in DTYPES:
         raise unknown("unknown dtype", dtype, DTYPES[:4])
     if quantization is not None:
         if quantization not in QUANTIZATIONS:
             raise unknown("unknown quantization", quantization, QUANTIZATIONS)
         check_extra("torchao", "int8", f"--quantization {quantization}")
-    if device == "auto" and not target.startswith(zoo.PREFIX):
-        check_extra("accelerate", "device-map", "--device auto")
-    check_source(target, encoders=encoders)
 
 
 def check_source(source: str, *, encoders: bool = False) -> None:
@@ -88,7 +93,7 @@ def check_drafter(spec: str, options: Mapping[str, Any], *, encoders: bool = Fal
     parameters = drafters.options(name)
     for key, value in options.items():
         check_type(name, parameters[key], value)
-    check_model("zoo:python-8m", given.get("dtype") or "auto", None, given.get("quantization"))
+    check_precision(given.get("dtype") or "auto", given.get("quantization"))
     source, kinds = given.get("source"), str(parameters["source"].annotation) if "source" in parameters else ""
     if not isinstance(source, str):
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +54,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script and of ``python -m foredraft``."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # a character that a terminal cannot show ends no command
     app(prog_name="foredraft")
 
 
@@ -194,9 +198,9 @@ def tune(
         found = measuring.run()
         if as_json is not None:
             write_json(as_json, tuning.document(setting, found, measuring.spread))
-        if plot is not None:
-            tuning.draw(plot, setting, found)
     tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
+    if plot is not None:  # the last: it may end in .nope
+        tuning.draw(plot, setting, found)
 
 
 @app.command()

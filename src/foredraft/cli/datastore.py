@@ -48,7 +48,7 @@ def build(
 
     Exit codes: 0 success, 2 invalid arguments. An interrupted run leaves what was at PATH as it was.
     """
-    check_model(target)
+    check_model(target, encoders=True)
     check_output(out)
     with Progress(f"loading the tokenizer of {target}") as progress:
         from foredraft.drafters.datastore import Datastore

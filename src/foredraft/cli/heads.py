@@ -55,6 +55,9 @@ def export(
         if to not in READERS:
             raise ConfigurationError(f"unknown format {to!r}; choose {', '.join(READERS)}")
         head = _loaded(drafter, to, target, dtype, revision)
+        for source, what in ((drafter, "the head itself"), (target or head.config.target.name, "the target")):
+            if source and Path(source).expanduser().resolve() == out.expanduser().resolve():
+                raise ConfigurationError(f"{out} is {what}: choose another folder (--out), which gets what is exported")
         line = serving(head, out, target, draft_length)
         layout = _layout(to, head)
         progress.show(f"writing {out}")

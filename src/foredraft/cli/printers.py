@@ -191,7 +191,7 @@ def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, l
     if as_json and show:
         raise ConfigurationError("--show does not work with --json; the stats say what was drafted and accepted")
     if as_json:
-        return JsonPrinter(progress)
+        return JsonPrinter(progress, verbose=verbose)
     if count == 1:
         return StreamPrinter(progress, show=show, verbose=verbose)
     return BatchPrinter(progress, count=count, show=show, verbose=verbose)

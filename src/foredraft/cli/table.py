@@ -205,12 +205,18 @@ def cell_of(way: Way, plain: Way, costs: CostModel, target: str, task: str, temp
         c=c,
         c_operations=of_draft,
         tokens_per_pass=kept / passes,
-        speedup=Share(*astuple(quotient(np.array(plain.seconds), np.array(way.seconds)).spread)),
+        speedup=gain(plain.seconds, way.seconds),
         predicted=theory.speedup(below, gamma, c),
         predicted_by_costs=by_costs(below, gamma, rounds, costs),
         operations=(passes + drafted * (1 + of_draft)) / kept,
         predicted_operations=theory.operations(below, gamma, of_draft),
     )
+
+
+def gain(plain: Sequence[Sequence[float]], drafted: Sequence[Sequence[float]]) -> Share:
+    """The speed-up from seconds ``[prompt, repeat]``; a single run has no interval."""
+    found = quotient(np.array(plain), np.array(drafted)).spread
+    return Share(found.median, None, None) if np.size(drafted) == 1 else Share(*astuple(found))
 
 
 def complete(costs: CostModel, drafter: Drafter, plain: Sequence[Round], drafting: Sequence[Round]) -> None:

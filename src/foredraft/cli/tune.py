@@ -28,6 +28,7 @@ from foredraft.cli.plots import picture
 from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
+from foredraft.errors import ConfigurationError
 from foredraft.estimates import quotient, turned
 from foredraft.loading import load_tokenizer
 from foredraft.planning import AUTO, AutomaticPlanner
@@ -171,6 +172,9 @@ class Tuning:
         return Contender(name, fixed, planner, plans, pick, automatic.rule.name)
 
     def _candidate(self, found: Contender) -> Candidate:
+        passes = sum(stats.row_passes for stats in found.kept)
+        if not passes:
+            raise ConfigurationError(f"{self.setting.target} ends every text at once; give other --prompts")
         planner, plans, pick = found.planner, found.plans, found.pick
         assert planner is not None and pick is not None
         acceptance = planner.acceptance[True]
@@ -190,7 +194,7 @@ class Tuning:
             speculative=typical(found.seconds),
             low=spread.low,
             high=spread.high,
-            acceptance_length=sum(stats.kept for stats in found.kept) / sum(stats.row_passes for stats in found.kept),
+            acceptance_length=sum(stats.kept for stats in found.kept) / passes,
         )
 
     def _time(self, speculator: Speculator, batch: Sequence[Sequence[int]]) -> tuple[float, Stats]:

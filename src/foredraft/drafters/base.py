@@ -152,6 +152,7 @@ class Feedback:
             order; only for a drafter that has some. The bonus token was chosen from those of the last node kept,
             ``path[r][accepted[r]]``. The tree may be another than the one it drafted: without a draft only the roots, among several
             drafters the merged one.
+        failed: the rows, by their number, that ended in an error. Their logits are zeros, and their hidden states may be NaN.
     """
 
     tree: TokenTree
@@ -159,6 +160,7 @@ class Feedback:
     path: Tensor | None
     logits: Tensor | None = None
     hidden: Tensor | None = None
+    failed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

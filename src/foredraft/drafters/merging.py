@@ -88,7 +88,7 @@ def own_feedback(part: Part, feedback: Feedback, paths: Sequence[Sequence[int]])
         tree = replace(tree, valid=kept if tree.valid is None else kept & tree.valid)
     longest = max(map(len, mine))
     path = None if tree.chain else torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in mine], device=device)
-    return Feedback(tree, [len(nodes) - 1 for nodes in mine], path, _gathered(feedback.logits, part.places))
+    return Feedback(tree, [len(nodes) - 1 for nodes in mine], path, _gathered(feedback.logits, part.places), failed=feedback.failed)
 
 
 def member_feedback(info: DrafterInfo, part: Part | None, feedback: Feedback, paths: Sequence[Sequence[int]]) -> Feedback:
@@ -98,7 +98,7 @@ def member_feedback(info: DrafterInfo, part: Part | None, feedback: Feedback, pa
         return feedback
     if part is None:
         logits = None if feedback.logits is None else feedback.logits[:, :1]
-        return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
+        return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits, failed=feedback.failed)
     return own_feedback(part, feedback, paths) if part.places else replace(feedback, tree=part.tree)
 
 

@@ -150,10 +150,15 @@ class SuffixStore:
         """What :meth:`save` wrote, the latest ``capacity`` tokens of it.
 
         Raises:
-            ConfigurationError: there is no such file, or it is no store.
+            ConfigurationError: there is no such file, it is no store, or there is no room for its latest sequence.
         """
         held = read(path)
         store = cls(capacity, vocab_size=held.vocab_size, tokenizer=held.tokenizer)
+        longest = len(held.sequences[-1]) if held.sequences else 0
+        if longest >= capacity:
+            raise ConfigurationError(
+                f"the latest text in {str(path)!r} has {longest} tokens and the store room for {capacity}; pass capacity={2 * longest}"
+            )
         store.fill(held.sequences)
         return store
 

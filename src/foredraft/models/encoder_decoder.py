@@ -420,9 +420,10 @@ def check_features(model: Any, features: Any) -> None:
 
 
 def start_of(model: Any) -> int | None:
-    """The token that texts of ``model`` start with, where it says so."""
-    found: int | None = getattr(model.generation_config, "decoder_start_token_id", None)
-    return getattr(model.config, "decoder_start_token_id", None) if found is None else found
+    """The token that texts of ``model`` start with, where it says so; the first one where it has a list, with one for each row."""
+    found: Any = getattr(model.generation_config, "decoder_start_token_id", None)
+    found = getattr(model.config, "decoder_start_token_id", None) if found is None else found
+    return found[0] if isinstance(found, list) else found
 
 
 def beginning_of(model: Any) -> list[int]:

@@ -66,7 +66,7 @@ class Continuations:
         return self.folder / f"written-{window:05d}.safetensors"
 
     def forget(self, step: int) -> None:
-        """Delete what a run that goes on at ``step`` makes again, or has left behind."""
+        """Delete what a run whose last checkpoint is of ``step`` makes again, or has left behind."""
         for path in self.folder.glob("written-*.safetensors"):
             begin = int(path.stem.partition("-")[2]) * self.recipe.rewrite_every
             if not begin < step < begin + self.recipe.rewrite_every:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
+from foredraft.files import locked, make_folder
 from foredraft.heads.base import Head
 from foredraft.heads.checkpoints import save as save_head
 from foredraft.heads.medusa import MedusaHead
@@ -28,6 +30,8 @@ from foredraft.training.worth import Prices, compared
 
 KINDS: dict[str, type[Head]] = {LAYERSKIP: EarlyExits, DRAFT: Draft}  # that are no heads
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
+LOCK = "lock"  # there; who holds it writes to that folder
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none: there, nobody is refused
 
 
 def run(
@@ -55,7 +59,7 @@ def run(
         what came of it, in words, or None if the run was stopped before its end.
 
     Raises:
-        ConfigurationError: an unknown kind or option, data of another target, or a run that was begun otherwise.
+        ConfigurationError: an unknown kind or option, data of another target, a run that was begun otherwise, or one that goes on.
     """
     if threads is not None:
         torch.set_num_threads(threads)
@@ -72,33 +76,58 @@ def run(
         )
     for folder in data:
         Manifest.read(folder)  # before weights are read
-    model = load_model(target, dtype=dtype, device=device or own_device(), encoders=options.kind not in WITHOUT_ENCODER)
-    parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
-    for part in parts:
-        refuse_other_data(part.manifest, model, other_target=other_target)
-    held = others = None
-    if held_out_data is not None:
-        others = Texts(held_out_data, partial=True, prompt_tokens=prompt_tokens)
-        refuse_other_data(others.manifest, model, other_target=True)
-        held = Held([others.prompt(index) for index in range(min(len(others), options.held_out))], options.answer_tokens)
-    texts = Texts.together(parts)
-    given: dict[str, Any] = {"held": held, "held_texts": others, "resume": resume, "stored": stored_hidden, "report": report}
-    trainer = Trainer(model, kind, texts, out / RUN, options, **given)
-    if options.kind == DRAFT:
-        for note in as_large(trainer.trained, model):
-            report({"note": note})
-    outcome = trainer.train()
-    if not outcome.finished:
-        return None
-    said: list[str] = []
-    if trainer.accelerator.is_main_process and isinstance(outcome.head, EarlyExits):
-        said = store_model(trainer, outcome.head, out, target)
-    elif trainer.accelerator.is_main_process and isinstance(outcome.head, Draft):
-        said = store_draft(trainer, outcome.head, out, target)
-    elif trainer.accelerator.is_main_process:
-        said = [*store(trainer, outcome, out, tree_nodes, successors=successors), *store_target(trainer, out, target)]
-    trainer.accelerator.wait_for_everyone()
-    return said
+    with alone_in(out / RUN):
+        model = load_model(target, dtype=dtype, device=device or own_device(), encoders=options.kind not in WITHOUT_ENCODER)
+        parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
+        for part in parts:
+            refuse_other_data(part.manifest, model, other_target=other_target)
+        held = others = None
+        if held_out_data is not None:
+            others = Texts(held_out_data, partial=True, prompt_tokens=prompt_tokens)
+            refuse_other_data(others.manifest, model, other_target=True)
+            held = Held([others.prompt(index) for index in range(min(len(others), options.held_out))], options.answer_tokens)
+        texts = Texts.together(parts)
+        given: dict[str, Any] = {"held": held, "held_texts": others, "resume": resume, "stored": stored_hidden, "report": report}
+        trainer = Trainer(model, kind, texts, out / RUN, options, **given)
+        if options.kind == DRAFT:
+            for note in as_large(trainer.trained, model):
+                report({"note": note})
+        outcome = trainer.train()
+        if not outcome.finished:
+            return None
+        said: list[str] = []
+        if trainer.accelerator.is_main_process and isinstance(outcome.head, EarlyExits):
+            said = store_model(trainer, outcome.head, out, target)
+        elif trainer.accelerator.is_main_process and isinstance(outcome.head, Draft):
+            said = store_draft(trainer, outcome.head, out, target)
+        elif trainer.accelerator.is_main_process:
+            said = [*store(trainer, outcome, out, tree_nodes, successors=successors), *store_target(trainer, out, target)]
+        trainer.accelerator.wait_for_everyone()
+        return said
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """No other run writes to ``folder`` meanwhile. Of several processes of this one the first sees to that.
+
+    Raises:
+        ConfigurationError: another one does.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    make_folder(folder)
+    lock: AbstractContextManager[Any] = nullcontext()
+    try:
+        lock = locked(folder / LOCK, wait=False)
+    except BlockingIOError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in NO_LOCKS:
+            raise ConfigurationError(
+                f"another run is writing to {str(folder)!r}: pgrep -af 'foredraft train' shows it, and kill PID has it save and end. Or "
+                "choose another folder (--out)"
+            ) from error
+    with lock:
+        yield
 
 
 def store(trainer: Trainer, outcome: Outcome, out: Path, tree_nodes: int | None, *, successors: bool) -> list[str]:

@@ -215,6 +215,7 @@ class Trainer:
                 finished = self._over()
                 if finished or self._stop or step % options.save_every == 0:
                     checkpoints.save(accelerator, self.folder, self.state, self._settings)
+                    self._forget()
         if journal is not None:
             journal.close()
             journal.draw()

@@ -52,8 +52,12 @@ class Collector:
             self._stretches[row.slot] = Stretch(len(row.ids) - 1 - len(known), states=[known], read=len(known))
 
     def observe(self, rows: Sequence[Row], feedback: Feedback, *, wanted: bool = True) -> bool:
-        """A round is over; where it is not ``wanted``, only pieces with hidden states go on. Whether something was kept."""
-        some = [index for index, row in enumerate(rows) if wanted or self._goes_on(row)] if feedback.logits is not None else []
+        """A round is over; where it is not ``wanted``, only pieces with hidden states go on. Whether something was kept. Of a row that
+        has failed, nothing more is."""
+        for index in feedback.failed:
+            self._stretches.pop(rows[index].slot, None)
+        going = [index for index, row in enumerate(rows) if index not in feedback.failed and (wanted or self._goes_on(row))]
+        some = going if feedback.logits is not None else []
         if some:
             self._keep(rows, some, feedback)
         self._lengths.update((row.slot, len(row.ids)) for row in rows)

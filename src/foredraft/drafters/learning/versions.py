@@ -110,6 +110,7 @@ class Versions:
 
     def save(self, number: int, weights: Mapping[str, Tensor]) -> None:
         """Keep ``weights`` as a version, and drop the oldest."""
+        self._tidy()
         with replacing(self.path(number), private=True) as path:
             save_file({name: value.contiguous() for name, value in weights.items()}, path)
         for old in self.numbers()[1 : -self.keep]:
@@ -131,5 +132,11 @@ class Versions:
 
     def clear(self) -> None:
         """Drop all versions but the first weights."""
+        self._tidy()
         for number in self.numbers():
             self.drop(number)
+
+    def _tidy(self) -> None:
+        """Delete what a process that was killed had half written."""
+        for left in self.folder.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
