@@ -6,6 +6,7 @@ before it begins, and the youngest rows wait, without their pages, until the oth
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -36,6 +37,13 @@ class Admission:
                 f"{in_words(needed)} of key-value cache, and cache_memory allows {in_words(allowed)}; use a larger cache_memory, "
                 "a smaller max_new_tokens or a shorter prompt"
             )
+
+    def longest(self, most: int, nodes: int) -> int:
+        """How many tokens, at most ``most``, a row can ever have in the end if ``nodes`` are written behind it."""
+        allowed = self.target.budget
+        if allowed is None:
+            return most
+        return bisect_right(range(most + 1), allowed, key=lambda tokens: self.target.cost(self.target.whole(tokens + nodes))) - 1
 
     def joining(self, rows: Sequence[SessionRow], waiting: Sequence[SessionRow]) -> list[SessionRow]:
         """Those of ``waiting`` that may join ``rows`` now: in their order, as long as pages last. Rows that were set aside do not join

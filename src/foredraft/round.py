@@ -78,10 +78,14 @@ class Loop:
 
     def nodes(self, rows: Sequence[SessionRow]) -> int:
         """That a round writes behind each of ``rows`` at most, the root included."""
-        drafted = self.drafter.written_nodes(self.planner.shape)
         if not any(row.guesses.guesses for row in rows):
-            return drafted
-        return max(drafted, 1 + self.drafter.info.extra_nodes + self.most_guessed)
+            return self.drafter.written_nodes(self.planner.shape)
+        return self.most_nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """The same for any rows, those with guesses too."""
+        return max(self.drafter.written_nodes(self.planner.shape), 1 + self.drafter.info.extra_nodes + self.most_guessed)
 
     def round(self, rows: list[SessionRow], *, together: bool) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join

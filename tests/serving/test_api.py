@@ -10,9 +10,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import events, served, tiny_chat
+from served import TINY, events, served, tiny_chat
 from transformers import GenerationConfig
 
+from foredraft import Speculator
+from foredraft.loading import load_model, load_tokenizer
 from foredraft.serving.requests import Requests
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -183,6 +185,36 @@ def test_streamed_token_ids_add_up_to_those_of_the_whole(url: str):
     chunks = post(url, **body, stream=True)
     streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
     assert streamed == post(url, **body)["choices"][0]["token_ids"] and len(streamed) > 4
+
+
+def test_streams_begin_with_the_tokens_of_the_prompt(url: str):
+    """As vLLM has it: in the first chunk of every choice, and of a chat beside the choices, streamed or not."""
+    body = {"prompt": ["hello", "the"], "n": 2, "max_tokens": 6, "return_token_ids": True}
+    streamed = [choice for chunk in post(url, **body, stream=True) for choice in chunk["choices"]]
+    for choice in post(url, **body)["choices"]:
+        first, *rest = [each for each in streamed if each["index"] == choice["index"]]
+        assert first["prompt_token_ids"] == choice["prompt_token_ids"] and not any("prompt_token_ids" in each for each in rest)
+
+    chat = {**CHAT, "max_tokens": 6, "return_token_ids": True}
+    whole, (first, *rest) = (post(url, "/v1/chat/completions", **chat, stream=stream) for stream in (False, True))
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"] == post(url, "/tokenize", **CHAT)["tokens"]
+    assert not any("prompt_token_ids" in each for each in [*rest, *whole["choices"]])
+    assert "prompt_token_ids" not in post(url, "/v1/chat/completions", **CHAT, max_tokens=6, stream=True)[0]
+
+
+def test_chats_get_what_the_cache_can_ever_hold_of_a_text():
+    """Where that is less than the context, and they do not say how much they want; the same with a prediction as without."""
+    page = sum(tiny_chat().target.page_bytes)
+    how = {"tokenizer": load_tokenizer(TINY), "execution": "eager", "cache_memory": f"{3 * page}B"}
+    asked = {**CHAT, "ignore_eos": True, "seed": 3}
+    with served(Speculator(load_model(TINY), "none", **how)) as url:
+        found = [
+            post(url, "/v1/chat/completions", **asked, **more) for more in ({}, {"prediction": {"type": "content", "content": "hello"}})
+        ]
+        assert httpx.post(url + "/v1/chat/completions", json=asked | {"max_tokens": 1000}, timeout=60).status_code == 400
+    plain, guessed = (each["choices"][0] for each in found)
+    assert plain["finish_reason"] == guessed["finish_reason"] == "length" and plain["message"] == guessed["message"]
+    assert all(2 * 64 < each["usage"]["total_tokens"] < 3 * 64 for each in found)
 
 
 def test_predictions_are_counted(url: str):

@@ -149,6 +149,12 @@ def test_chat_fields(url: str, fields: dict[str, Any], param: str | None):
     assert refusal(httpx.post(url + "/v1/chat/completions", json=CHAT | fields, timeout=30), 400)["param"] == param
 
 
+@pytest.mark.parametrize("field", [{"tools": []}, {"add_generation_prompt": True}, {"chat_template_kwargs": {}}], ids=str)
+def test_a_text_to_tokenize_takes_no_fields_of_a_conversation(url: str, field: dict[str, Any]):
+    error = refusal(httpx.post(url + "/tokenize", json={"prompt": "a"} | field), 400)
+    assert [error["param"]] == list(field) and "needs messages" in error["message"]
+
+
 MANY = 100_000
 
 

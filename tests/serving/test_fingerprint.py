@@ -86,6 +86,16 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
     assert len(set(found)) == len(found), found
 
 
+def test_it_changes_with_a_cache_that_cuts_texts(monkeypatch):
+    """One that holds the whole context does not, however large it is."""
+    monkeypatch.setattr(Target, "batch_invariant", True, raising=False)
+    target = Target(tiny(), test=False, execution="eager")
+    page = sum(target.page_bytes)
+    target.close()
+    found = [fingerprint(cache_memory=size) for size in (f"{page}B", "1GiB", "2GiB")]
+    assert found[0] != found[1] == found[2]
+
+
 def test_it_changes_with_the_day_where_the_chat_template_asks_for_that(monkeypatch):
     """And promises nothing where that reads the clock."""
     speculator = Speculator(tiny(), "none", self_test=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from served import TINY, tiny_chat
+from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
 from foredraft import RowParameters
@@ -18,7 +19,7 @@ from foredraft.serving import Settings
 from foredraft.serving.chat import Chat
 from foredraft.serving.failures import ApiError
 from foredraft.serving.requests import Plan, Requests
-from foredraft.serving.schema import ChatRequest, CompletionRequest, Function, Message, Tool
+from foredraft.serving.schema import ChatRequest, CompletionRequest, Function, Message, TokenizeRequest, Tool
 from foredraft.serving.writers import Prompt, TokenNames, Writer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -100,6 +101,16 @@ def test_an_operators_template_takes_the_place_of_the_tokenizers():
     assert tiny_chat().tokenizer.decode(plan(messages=MESSAGES, settings=settings).prompts[0]) == "hello!"
 
 
+def test_conversations_are_tokenized_with_special_tokens_where_that_is_asked_for():
+    """Beside those of the template, as in vLLM."""
+    tokenizer, requests = load_tokenizer(TINY), Requests(tiny_chat(), Settings(model="tiny"), guess=True)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 302)])
+    requests.chat = Chat(tokenizer, None)
+    asked = [TokenizeRequest.model_validate({"messages": MESSAGES, **more}) for more in ({}, {"add_special_tokens": True})]
+    plain, special = map(requests.tokenize, asked)
+    assert special == [302, *plain]
+
+
 def test_of_several_chat_templates_the_tokenizer_takes_the_one_that_fits():
     tokenizer = load_tokenizer(TINY)
     tokenizer.chat_template = {"default": "{{ messages[0].content }}!", "tool_use": "{{ tools[0].function.name }}?"}
@@ -124,14 +135,27 @@ def test_tokens_behind_a_stop_string_do_not_count():
     assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("x", "stop", 3)
 
 
-def test_stop_strings_are_looked_for_behind_the_least_tokens():
-    """As vLLM has it; with one token, or all of them, in a round."""
+def test_predicted_tokens_behind_a_stop_string_were_not_accepted():
+    """No more of them than the text has tokens."""
+    tokenizer = tiny_chat().tokenizer
+    writer = Writer(Prompt(tokenizer, [3]), ("yz",), logprobs=False)
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "xyzxxx"]
+    writer.add(Commit(0, ids, 5, None, drafted_by_depth=[1] * 5, guesses_drafted=5, guessed=5))
+    assert (writer.counts.guesses_drafted, writer.counts.guessed, len(writer.tokens)) == (5, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "tokens"),
+    [(("xy",), "xy", 4), (("yx",), "xyx", 5), (("xyx", "xyxz"), "xy", 5), (("xyxyx", "xy"), "xy", 4), (("xyxyxyz",), "", 7)],
+)
+def test_stop_strings_count_that_are_complete_behind_the_least_tokens(stops, text, tokens):
+    """As vLLM has it, also where they begin before; with one token, or all of them, in a round."""
     tokenizer = tiny_chat().tokenizer
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "xyxyxyz"]
     for size in (1, 7):
-        writer = Writer(Prompt(tokenizer, [3]), ("xy",), logprobs=False, min_tokens=3)
-        text = "".join(writer.add(Commit(0, ids[at : at + size], 0, None)).text for at in range(0, 7, size) if not writer.over)
-        assert (text, writer.finish_reason, len(writer.tokens)) == ("xyxy", "stop", 6)
+        writer = Writer(Prompt(tokenizer, [3]), stops, logprobs=False, min_tokens=3)
+        shown = "".join(writer.add(Commit(0, ids[at : at + size], 0, None)).text for at in range(0, 7, size) if not writer.over)
+        assert (shown, writer.finish_reason, len(writer.tokens)) == (text, "stop", tokens)
 
 
 def test_halves_of_characters_are_held_back_until_they_are_whole():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import threading
 from itertools import product
 
 import httpx
@@ -16,6 +19,7 @@ from foredraft.choices import choose_rule
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
+from foredraft.serving.engine import Engine
 from foredraft.serving.roll import RollRequest
 from foredraft.serving.roll import rolled as rolled_alone
 from foredraft.serving.rolling import Roll, Rounds, play
@@ -173,6 +177,38 @@ def test_bodies_are_read_as_everywhere():
         assert client.post("/rounds", json=good).status_code == 200
         schemas = client.get("/openapi.json").json()["components"]["schemas"]
         assert "rolls" in schemas["RollRequest"]["properties"]
+
+
+def test_a_fault_of_the_server_is_told_as_everywhere(monkeypatch, caplog):
+    from served import tiny_chat
+
+    def broken(*arguments, **options):
+        raise RuntimeError("a planted fault")
+
+    monkeypatch.setattr("foredraft.serving.roll.rolled", broken)
+    caplog.set_level(logging.INFO, "foredraft.serving")
+    with served(tiny_chat()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        answer = client.post("/rounds", json={"prompt": "one two three", "rule": "match"}, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["x-request-id"] == "mine" and "mine POST /rounds 500 " in caplog.text
+
+
+def test_a_roll_waits_no_longer_than_its_client(monkeypatch):
+    from served import tiny_chat
+
+    gone = threading.Event()
+
+    async def alone(self, function):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    monkeypatch.setattr(Engine, "alone", alone)
+    with served(tiny_chat()) as url, httpx.Client(base_url=url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/rounds", json={"prompt": "one two three", "rule": "match"}, timeout=0.5)
+        assert gone.wait(10)
 
 
 def test_without_the_page_there_are_no_rolls():

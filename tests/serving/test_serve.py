@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import forked
 from served import TINY, tiny_chat
+from starlette.applications import Starlette
 from typer.testing import CliRunner
 
 from foredraft.backends import native
@@ -206,17 +207,40 @@ def test_addresses():
     for host in ("127.0.0.1", "localhost"):
         with bind(host, 0) as bound:
             assert address_of(bound).startswith("http://")
-    with pytest.raises(ConfigurationError, match="cannot listen at no"):
-        bind("no.such.host.invalid", 0)
+    for host in ("no.such.host.invalid", "no..such.host", "no" * 40):
+        with pytest.raises(ConfigurationError, match="cannot listen at no"):
+            bind(host, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the second socket is refused at once")
+def test_a_port_that_another_server_took_while_this_one_loaded_is_one_line():
+    """Both may have a socket there as long as neither listens."""
+    with bind("127.0.0.1", 0) as other, bind("127.0.0.1", other.getsockname()[1]) as bound:
+        other.listen()
+        engine: Any = SimpleNamespace(settings=Settings())
+        late = Server(Starlette(), engine, bound, ready=print, said=print)
+        with pytest.raises(ConfigurationError, match=r"cannot listen at 127.0.0.1 port \d+: .*in use"):
+            late.serve_until_signal()
 
 
 def test_keys_are_read_from_a_file_too(tmp_path):
     path = tmp_path / "keys"
     path.write_text("\n# two keys\nfirst\n  second  \n", encoding="utf-8")
     assert read_keys(["zero"], path) == ["zero", "first", "second"]
+    path.write_text("first", encoding="utf-8-sig")  # as some editors write it
+    assert read_keys([], path) == ["first"]
     path.write_text("# none\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="holds no key"):
         read_keys([], path)
+
+
+def test_chat_templates_are_read_from_a_file(tmp_path):
+    configuration, path = Configuration("zoo:python-8m"), tmp_path / "template.jinja"
+    path.write_text("{{ messages }}", encoding="utf-8-sig")
+    assert settings_of(configuration, Serving(chat_template=path)).chat_template == "{{ messages }}"
+    path.write_text("\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="holds no template"):
+        settings_of(configuration, Serving(chat_template=path))
 
 
 def test_flags_become_settings():

@@ -135,7 +135,9 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
     if not isinstance(size, int):
         raise ConfigurationError(f"--max-body takes a size such as 8MiB, got {serving.max_body!r}")
     same = ("host", "share", "max_rows", "max_batch_tokens", "max_queue", "queue_timeout", "request_timeout", "drain", "request_metrics")
-    template = None if serving.chat_template is None else read_text(serving.chat_template.expanduser())
+    template = None if serving.chat_template is None else read(serving.chat_template)
+    if template is not None and not template.strip():
+        raise ConfigurationError(f"--chat-template {str(serving.chat_template)!r} holds no template; leave it out for the tokenizer's")
     return Settings(
         model=configuration.target,
         keys=keys,
@@ -149,9 +151,14 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
     )
 
 
+def read(path: Path) -> str:
+    """The text of a file, without the mark that some editors put in front of it."""
+    return read_text(path.expanduser()).removeprefix("\ufeff")
+
+
 def read_keys(given: Sequence[str], path: Path | None) -> list[str]:
     """Keys that were given, and those in a file, where blank lines and those that begin with # are none."""
-    lines = [] if path is None else [line.strip() for line in read_text(path.expanduser()).splitlines()]
+    lines = [] if path is None else [line.strip() for line in read(path).splitlines()]
     found = [*given, *(line for line in lines if line and not line.startswith("#"))]
     if path is not None and len(found) == len(given):
         raise ConfigurationError(f"--api-key-file {str(path)!r} holds no key; write one per line")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -17,13 +16,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 
 from foredraft.errors import ForedraftError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
 from foredraft.serving.engine import Engine
-from foredraft.serving.failures import ApiError, api_error, busy, refused
+from foredraft.serving.failures import ApiError, Handler, busy, guarded, refused, told
 from foredraft.serving.jobs import Failed, Job, Joined
 from foredraft.serving.protect import Protection, field_error, read_json
 from foredraft.serving.requests import Requests
@@ -31,7 +29,7 @@ from foredraft.serving.responses import Answer, ChatAnswer, CompletionAnswer, Fa
 from foredraft.serving.roll import RollRequest, router
 from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.serving.settings import Settings
-from foredraft.serving.sizes import sizes_of
+from foredraft.serving.sizes import cached, sizes_of
 from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
@@ -39,10 +37,8 @@ from foredraft.verification.match import Match
 
 VERSION = "1"  # of the API
 MOST_ASIDE = 64  # requests for tokens and texts of tokens that wait or are worked on
-log = logging.getLogger("foredraft.serving")
 PRIVATE = ("name_or_path", "is_local", "local_files_only")  # of the tokenizer: about this machine, as are paths of files
 Choices = list[dict[str, Any]]
-Handler = Callable[[Request], Awaitable[Any]]
 
 
 class Server:
@@ -51,7 +47,8 @@ class Server:
     def __init__(self, speculator: Speculator, settings: Settings):
         self.settings, self.speculator = settings, speculator
         self.engine = Engine(speculator, settings)
-        self.requests = Requests(speculator, settings, guess=isinstance(self.engine.session.loop.rule, Match))
+        session = self.engine.session
+        self.requests = Requests(speculator, settings, guess=isinstance(session.loop.rule, Match), cached=partial(cached, session=session))
         self.tokenizer = speculator.tokenizer
         self.names = TokenNames(self.tokenizer)
         self.created = int(time.time())
@@ -234,14 +231,6 @@ async def exhaust(events: AsyncIterator[Any]) -> None:
         pass
 
 
-def told(error: Exception) -> ApiError:
-    """What a client is told; what is no error of ours goes to the log."""
-    found = api_error(error)
-    if found.status == 500:
-        log.error("a request failed: %s", error, exc_info=error)
-    return found
-
-
 async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
@@ -310,19 +299,3 @@ def routes(server: Server) -> list[tuple[str, str, Handler, type[BaseModel] | No
         ("/health", "GET", server.health, None),
         ("/metrics", "GET", server.metrics, None),
     ]
-
-
-def guarded(handler: Handler) -> Handler:
-    """``handler``, none of whose errors is left to the machinery around it."""
-
-    async def answer(request: Request) -> Any:
-        try:
-            found = await handler(request)
-        except ClientDisconnect:
-            raise
-        except Exception as error:
-            return told(error).response()
-        return found if isinstance(found, Response) else JSONResponse(found)
-
-    answer.__name__, answer.__doc__ = getattr(handler, "__name__", "answer"), handler.__doc__
-    return answer

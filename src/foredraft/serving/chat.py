@@ -31,9 +31,11 @@ class Chat:
         tools: Sequence[Tool] = (),
         *,
         begin_answer: bool = True,
+        special: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of the conversation, up to where the answer begins.
+        """Token ids of the conversation, up to where the answer begins; ``special``: with the tokenizer's special tokens beside those that
+        the template writes.
 
         Raises:
             ApiError: 400; there is no template, or it refuses the messages.
@@ -61,7 +63,7 @@ class Chat:
             )
         except Exception as error:  # a template is a program of the model's author
             raise refused(f"the chat template refused the messages: {str(error)[:500]}", "messages", "chat_template") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def as_template_reads(message: Message, *, developer: bool) -> dict[str, Any]:

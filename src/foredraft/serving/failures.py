@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from math import ceil
 from typing import Any
 
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from foredraft.errors import BusyError, CacheMemoryError, ConfigurationError
 from foredraft.serving.jobs import DrainingError, JobTimeoutError, QueueFullError
 
+Handler = Callable[[Request], Awaitable[Any]]
+log = logging.getLogger("foredraft.serving")
 TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -82,3 +87,27 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, (ConfigurationError, CacheMemoryError)):
         return refused(str(error))
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+
+
+def told(error: Exception) -> ApiError:
+    """What a client is told; what is no error of ours goes to the log."""
+    found = api_error(error)
+    if found.status == 500:
+        log.error("a request failed: %s", error, exc_info=error)
+    return found
+
+
+def guarded(handler: Handler) -> Handler:
+    """``handler``, none of whose errors is left to the machinery around it."""
+
+    async def answer(request: Request) -> Any:
+        try:
+            found = await handler(request)
+            return found if isinstance(found, Response) else JSONResponse(found)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            return told(error).response()
+
+    answer.__name__, answer.__doc__ = getattr(handler, "__name__", "answer"), handler.__doc__
+    return answer

@@ -1,9 +1,10 @@
 """``system_fingerprint``: with the same one, the same request and the same seed give the same bytes.
 
 It is a hash of everything that a text depends on beside these: the model's numbers and configuration, its tokenizer and chat template, how
-its passes are computed, and the rule. Drafter, shapes and load are left out, because nothing depends on them. Where they matter after all,
-it ends in ``-approx``: logits that depend on what is computed together, a rule whose draws depend on the shapes, or a chat template that
-reads the clock. Where that reads the date, the fingerprint is another one every day.
+its passes are computed, and the rule. Drafter, shapes and load are left out, because nothing depends on them, but for how long a text may
+get where the cache holds less than the context. Where they matter after all, it ends in ``-approx``: logits that depend on what is computed
+together, a rule whose draws depend on the shapes, or a chat template that reads the clock. Where that reads the date, the fingerprint is
+another one every day.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from foredraft.backends.narrow import parts_of
 from foredraft.errors import ConfigurationError
 from foredraft.serving.calls import log
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import cached
 from foredraft.session import Session
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
@@ -33,16 +35,18 @@ from foredraft.verification.match import Match
 PACKAGES = ("foredraft", "torch", "transformers", "tokenizers", "llguidance")
 DATE = "strftime_now"  # what transformers lets chat templates call
 CLOCK = re.compile(r"(?<!{)%-?[cfHIklMpPrRsSTXzZ+]")  # a format of the time, and not the beginning of a block
+LONGEST = 1 << 21  # tokens of a text where nothing but memory limits it
 LOOSE = ("_name_or_path", "transformers_version", "use_cache")  # of configurations; no number depends on them
 
 
 def system_fingerprint(speculator: Speculator, session: Session, settings: Settings) -> str:
     """Of a server; it reads all weights once, some 1 GB per second and core."""
+    longest = settings.longest(speculator.target)
     parts = {
         "weights": weights_digest(speculator),
         "model": configuration_of(speculator.model),
         "text": text_of(speculator, settings),
-        "longest": settings.longest(speculator.target),
+        "longest": [longest, cached(longest or LONGEST, session)],
         "computation": computation_of(speculator),
         "rule": f"{session.loop.rule.name} {vars(session.loop.rule)}",
         "packages": {name: version_of(name) for name in PACKAGES},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,9 +49,10 @@ class Plan:
 class Requests:
     """Makes rows of requests, for one Speculator."""
 
-    def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
-        """``guess``: the rule lets predictions, and what a grammar forces, be drafted."""
-        self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
+    def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool, cached: Callable[[int], int] = lambda most: most):
+        """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``cached``: how many tokens of a row, of so many at
+        most, the cache can ever hold."""
+        self.settings, self.tokenizer, self.guess, self.cached = settings, speculator.tokenizer, guess, cached
         self.longest = settings.longest(speculator.target)
         self.vocabulary = speculator.target.vocab_size
         config = speculator.target.model.generation_config
@@ -149,12 +150,18 @@ class Requests:
     def limit(self, request: CompletionRequest | ChatRequest, length: int) -> int:
         """Most new tokens after a prompt of that length."""
         room = NEW_TOKENS if self.longest is None else self.longest - length
-        return room if request.limit is None else min(request.limit, room if self.longest else request.limit)
+        if request.limit is None:
+            return max(1, self.cached(length + room) - length)
+        return min(request.limit, room if self.longest else request.limit)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         if request.messages is not None:
             return self.chat.prompt(
-                request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs
+                request.messages,
+                request.tools,
+                begin_answer=request.add_generation_prompt,
+                special=request.add_special_tokens is True,
+                options=request.chat_template_kwargs,
             )
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 

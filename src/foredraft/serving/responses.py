@@ -63,6 +63,7 @@ class Answer(ABC):
         writer = self.writers[index]
         if writer.over:  # a stop string was found, and the row went on until the engine knew
             return []
+        first = not writer.tokens
         piece = writer.add(commit)
         ids = self.request.return_token_ids
         if piece.empty and not (ids and piece.tokens):
@@ -72,6 +73,8 @@ class Answer(ABC):
             found[0]["round"] = round_json(piece.round, self.names)
         if ids and found:
             found[0]["token_ids"] = list(piece.tokens)
+            if first:
+                found[0] |= self._prompt_ids(index)
         return found
 
     @abstractmethod
@@ -80,6 +83,10 @@ class Answer(ABC):
     @abstractmethod
     def _whole(self, index: int) -> dict[str, Any]:
         """Choice ``index``, complete."""
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        """What choice ``index`` says of its prompt's tokens, where they are asked for."""
+        return {}
 
     def chunk(self, choices: Sequence[dict[str, Any]], *, usage: bool = False) -> dict[str, Any]:
         """A chunk with these choices. Where usage is asked for, the last chunk has it, and no choices."""
@@ -105,7 +112,7 @@ class Answer(ABC):
                 "stop_reason": writer.stop_reason,
             }
             if self.request.return_token_ids:
-                choice |= {"token_ids": writer.tokens, "prompt_token_ids": list(writer.prompt.ids)}
+                choice |= {"token_ids": writer.tokens, **self._prompt_ids(index)}
             choices.append(choice)
         return self._envelope(self.object, choices) | {"usage": self.usage()} | self.about_all()
 
@@ -177,6 +184,9 @@ class CompletionAnswer(Answer):
         logprobs = self._logprobs(self.entries[index]) if self.request.logprobs is not None else None
         return {"text": self.texts[index], "logprobs": logprobs}
 
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.writers[index].prompt.ids)}
+
     def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
         return {
             "tokens": [self.name(each.token) for each in entries],
@@ -210,6 +220,17 @@ class ChatAnswer(Answer):
     def begin(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(self.writers))]
+
+    def chunk(self, choices: Sequence[dict[str, Any]], *, usage: bool = False) -> dict[str, Any]:
+        """With the prompt's tokens where a choice begins, as vLLM has it."""
+        begins = any("role" in choice["delta"] for choice in choices)
+        return super().chunk(choices, usage=usage) | (self._prompt() if begins else {})
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self._prompt()
+
+    def _prompt(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.plan.prompts[0])} if self.request.return_token_ids else {}
 
     def _choices(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         writer, reader = self.writers[index], self.readers[index]

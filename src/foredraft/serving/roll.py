@@ -23,9 +23,11 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.logits.processors import Pipeline
 from foredraft.serving.engine import Engine
+from foredraft.serving.failures import guarded
 from foredraft.serving.openapi import described
 from foredraft.serving.protect import read_json
 from foredraft.serving.rolling import Likely, Roll, Rounds, play
+from foredraft.serving.sse import unless_left
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.text import encode
@@ -56,8 +58,7 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
     """The routes of the page's Roll."""
     routes = APIRouter()
 
-    @routes.get("/rounds")
-    async def choices() -> dict[str, Any]:
+    async def choices(http: Request) -> dict[str, Any]:
         """What can be rolled: drafters, shapes, and the rules that verify each exactly, or lossily."""
         return {
             "drafters": [{"id": name, "name": made.name, "rules": fitting(made)} for name, made in known_drafters(speculator).items()],
@@ -73,11 +74,13 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
         ids = await run_in_threadpool(read, speculator, request.prompt)
         seed = secrets.randbits(52) if request.seed is None else request.seed
         key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
-        done, drafter, shape = await engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
+        work = engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
+        done, drafter, shape = await unless_left(http.receive, work)
         body = await run_in_threadpool(written, speculator.tokenizer, done)
         return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
 
-    routes.add_api_route("/rounds", roll, methods=["POST"], **described("/rounds", roll, RollRequest))
+    routes.add_api_route("/rounds", guarded(choices), methods=["GET"], **described("/rounds", choices, None))
+    routes.add_api_route("/rounds", guarded(roll), methods=["POST"], **described("/rounds", roll, RollRequest))
     return routes
 
 

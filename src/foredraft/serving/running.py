@@ -15,7 +15,7 @@ import uvicorn
 from foredraft.rows import RowParameters
 from foredraft.serving.connections import Connection
 from foredraft.serving.engine import Engine
-from foredraft.serving.sockets import address_of
+from foredraft.serving.sockets import address_of, cannot_listen
 from foredraft.speculator import Speculator
 
 GRACE = 5.0  # seconds that answers have to be sent, once their last tokens are there
@@ -73,13 +73,22 @@ class Server(uvicorn.Server):
         self._signals = 0
 
     def serve_until_signal(self) -> None:
-        """Serve until a signal, or until the engine dies."""
+        """Serve until a signal, or until the engine dies.
+
+        Raises:
+            ConfigurationError: another process, with a socket at the same port, was the first to listen.
+        """
         asyncio.run(self.serve([self.bound]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self.engine.on_death = lambda: loop.call_soon_threadsafe(self._die)
-        await super().startup(sockets)  # type: ignore[no-untyped-call]
+        try:
+            await super().startup(sockets)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            await self.lifespan.shutdown()
+            host, port = self.bound.getsockname()[:2]
+            raise cannot_listen(host, port, error) from None
         if self.started:
             self.ready(address_of(self.bound))
 

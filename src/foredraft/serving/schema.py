@@ -361,6 +361,9 @@ class TokenizeRequest(Part):
     def one_of_them(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
+        odd = sorted(self.model_fields_set & {"tools", "add_generation_prompt", "chat_template_kwargs"})
+        if odd and self.messages is None:
+            raise wrong(odd[0], f"{odd[0]} needs messages")
         return self
 
 

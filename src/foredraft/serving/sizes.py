@@ -38,3 +38,12 @@ def size_of(choice: Choice, session: Session, most: int | None) -> int:
             "ask for fewer tokens or shorten the prompt"
         )
     return size
+
+
+def cached(most: int, session: Session) -> int:
+    """How many tokens, at most ``most``, the cache can ever hold of one row: the same with guesses and without, so that they change no
+    text. Where that is less than ``most``, its binary digits behind the third are zeros: a little more or less memory that is free when a
+    server starts, or another drafter, seldom changes it. Any thread may ask."""
+    found = session.admission.longest(most, session.loop.most_nodes)
+    behind = 0 if found == most else max(0, found.bit_length() - 3)
+    return found >> behind << behind

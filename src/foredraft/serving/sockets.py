@@ -18,11 +18,14 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; give another --host or --port, or --port 0 for any free one"
-        ) from None
+    except (OSError, UnicodeError) as error:  # the latter where no name is like that
+        raise cannot_listen(host, port, error) from None
     return bound
+
+
+def cannot_listen(host: str, port: int, error: Exception) -> ConfigurationError:
+    why = getattr(error, "strerror", None) or error
+    return ConfigurationError(f"cannot listen at {host} port {port}: {why}; give another --host or --port, or --port 0 for any free one")
 
 
 def address_of(bound: socket.socket) -> str:

@@ -20,13 +20,14 @@ class StopStrings:
         self.hit: str | None = None
         self._held = ""
 
-    def feed(self, text: str) -> str:
-        """The text that can be shown now that ``text`` has been added."""
+    def feed(self, text: str, *, counts: bool = True) -> str:
+        """The text that can be shown now that ``text`` has been added; a stop string that is complete in it ends the text if that
+        ``counts``."""
         if not self.stops or self.hit is not None:
             return "" if self.hit is not None else text
-        held = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self.stops if (at := held.find(stop)) >= 0]
-        if found:
+        held, before = self._held + text, len(self._held)
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := held.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if found and counts:
             _, at, self.hit = min(found)
             self._held = ""
             return held[:at]

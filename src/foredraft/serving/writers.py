@@ -99,11 +99,12 @@ class Counts:
     guessed: int = 0
     rounds: Counter[int] = field(default_factory=Counter)  # with a draft, by how many of its tokens were accepted
 
-    def add(self, commit: Commit) -> None:
+    def add(self, commit: Commit, tokens: int) -> None:
+        """So many ``tokens`` of ``commit`` count; a stop string leaves out the rest."""
         self.drafted += commit.drafted
         self.accepted += commit.accepted
         self.guesses_drafted += commit.guesses_drafted
-        self.guessed += commit.guessed
+        self.guessed += min(commit.guessed, tokens)
         if commit.drafted:
             self.rounds[commit.accepted] += 1
 
@@ -116,7 +117,7 @@ class Writer:
 
     Args:
         prompt: what the text follows.
-        stops: stop strings, which are looked for behind the first ``min_tokens`` tokens.
+        stops: stop strings, which count if they are complete behind the first ``min_tokens`` tokens.
         logprobs: entries are wanted.
         echo: the text begins with the prompt; ``only_echo``: and ends there.
     """
@@ -156,9 +157,9 @@ class Writer:
         if self.only_echo:
             self.finish_reason = "length"
             return Piece(echoed, (), self._released(), finish_reason=self.finish_reason)
-        self.counts.add(commit)
         before = len(self.tokens)
         text = self._read(commit)
+        self.counts.add(commit, len(self.tokens) - before)
         if self.stops.hit is not None:
             self.finish_reason = "stop"
         elif commit.finish_reason is not None:
@@ -183,7 +184,7 @@ class Writer:
 
     def _show(self, text: str) -> str:
         self._decoded += len(text)
-        return text if len(self.tokens) <= self.min_tokens else self.stops.feed(text)
+        return self.stops.feed(text, counts=len(self.tokens) > self.min_tokens)
 
     def _released(self) -> list[Entry]:
         """Entries whose text the client sees, once it sees all of it."""
