@@ -788,11 +788,15 @@ def test_only_the_thread_that_records_must_not_wait(monkeypatch):
     def wait():
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
-    with pytest.warns(UserWarning, match="something else"), recorder.no_waiting():
-        other = threading.Thread(target=wait)
-        other.start()
-        other.join()
-        warnings.warn("something else", stacklevel=1)
+    def record():
+        with recorder.no_waiting():
+            other = threading.Thread(target=wait)
+            other.start()
+            other.join()
+            warnings.warn("something else", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="something else"):
+        record()
     assert modes == ["default", "warn", "default"]
     with pytest.raises(RuntimeError, match="synchronizing"), recorder.no_waiting():
         wait()

@@ -151,7 +151,7 @@ class Requests:
         """Most new tokens after a prompt of that length."""
         room = NEW_TOKENS if self.longest is None else self.longest - length
         if request.limit is None:
-            return max(1, self.cached(length + room) - length)
+            return self.cached(length + room) - length
         return min(request.limit, room if self.longest else request.limit)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
