@@ -25,6 +25,7 @@ from foredraft import (
     rules,
 )
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -587,6 +588,7 @@ def test_offloaded_weights_work(tmp_path):
     model = accelerate.cpu_offload(clone(tiny()), execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
     assert usable(Speculator(model, drafter="ngram"))
+    assert LayerRanges(model).count == model.config.num_hidden_layers
 
 
 # -- the target, used by hand -------------------------------------------------------------------------------------------

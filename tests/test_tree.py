@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.tree import TokenTree, check_static_parents, reach
+from foredraft.tree import KEPT, TokenTree, check_static_parents, reach, static_ancestors
 from foredraft.verification import Verdict
 from foredraft.verification.match import follow
 
@@ -232,6 +232,14 @@ def test_ancestors_are_found_on_a_device_as_they_are_on_the_host():
     parents = [[-1, 0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 1, 3, 5, 6, 2]]
     tree = TokenTree(torch.zeros(2, 9, dtype=torch.long), torch.tensor(parents))
     assert tree.parent_lists == parents and torch.equal(reach(tree.parents), tree.ancestors)
+
+
+def test_ancestors_of_prompts_are_not_kept():
+    before = static_ancestors.cache_info()
+    for nodes in (KEPT + 1, KEPT + 2):
+        tree = TokenTree.from_chain(torch.zeros(2, nodes, dtype=torch.long))
+        assert torch.equal(tree.ancestors, torch.ones(2, nodes, nodes, dtype=torch.bool).tril())
+    assert static_ancestors.cache_info() == before
 
 
 @pytest.mark.parametrize(("limit", "kept"), [(1, [1, 1, 0, 0]), (2, [1, 1, 1, 0]), (3, [1, 1, 1, 1])])

@@ -21,6 +21,7 @@ from foredraft.shapes import depths_of
 
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
 CPU = torch.device("cpu")
+KEPT = 128  # most nodes of a chain whose ancestors are kept; prompts have many lengths
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
 
 
@@ -124,7 +125,10 @@ class TokenTree:
     def ancestors(self) -> Tensor:
         """``[B, N, N]`` bool; ``[b, i, j]`` says that ``j`` is ``i`` or lies on the path from the root to ``i``."""
         if self.layout is not None:
-            return static_ancestors(self.layout, self.tokens.device).expand(self.rows, -1, -1)
+            layout, device = self.layout, self.tokens.device
+            long = self.chain and self.nodes > KEPT
+            found = reach_on_host([layout]).to(device) if long else static_ancestors(layout, device)
+            return found.expand(self.rows, -1, -1)
         return reach(self.parents) if self.parent_lists is None else reach_on_host(self.parent_lists)
 
     @cached_property

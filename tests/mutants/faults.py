@@ -264,7 +264,7 @@ FAULTS = [
     Fault("logprobs.py", "ids[row, above:] = (flat[row] == values[row, k]).nonzero()[: k - above, 0]", "pass", LOGPROBS),
     Fault("round.py", "unread if scored is None else max(unread, len(texts[0]) - scored)", "unread", PROMPT_LOGPROBS),
     # -- pages that models are handed, and states
-    Fault("page_stores.py", "if self.clean and page < self.made]", "if False]", HANDED),
+    Fault("page_stores.py", "if clean and page < self.made]", "if False]", HANDED),
     Fault("page_stores.py", "neighbours = window.rows == 1 and torch.equal(", "neighbours = window.rows == 1 or torch.equal(", HANDED),
     Fault("paged_cache.py", "                each[store.room] = 0  # filler may have gone there\n", "                pass\n", HANDED),
     Fault("states.py", "            return None\n        self._use(found)\n", "            return None\n", STATES),
@@ -349,6 +349,7 @@ FAULTS = [
     Fault("layer.c", "from, n, begin + number, p->segments", "from, n, number, p->segments", SEGMENTS),
     Fault("layer.c", "|| size % 32 ? 1 : 2", "? 1 : 2", PAGED_ATTENTION),
     Fault("layer.c", "row, h, p->slots[t] - slot, size)", "0, h, p->slots[t] - slot, size)", PAGED_ATTENTION),
+    Fault("layer.c", "slot / KEYS] == p->spare;", "slot / KEYS] == -1;", PAGED_ATTENTION),
     Fault("paged_attention.py", "None if mask is None else mask.data_ptr(), *stores", "None, *stores", PAGED_ATTENTION),
     Fault("paged_attention.py", "if everything and attention_mask is None", "if attention_mask is None", PAGED_ATTENTION),
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),

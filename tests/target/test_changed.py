@@ -17,6 +17,7 @@ from foredraft.backends import packing as packing_module
 from foredraft.backends import products as products_module
 from foredraft.backends.kernel_pass import NativeModel
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.models.changes import ModelState
 from foredraft.target import Target
 
 ROWS = [[token % 97 + 3 for token in row] for row in repetitive((23, 9, 15))]
@@ -143,6 +144,56 @@ def test_dropout_in_a_part_of_the_model_is_refused_by_name():
         generate(speculator, ROWS, max_new_tokens=NEW)
     speculator.model.eval()
     follows(speculator, plain)
+
+
+def test_a_layer_that_would_use_no_cache_is_refused_by_name():
+    speculator, plain = pair()
+    layer = speculator.model.model.layers[1]
+    layer.gradient_checkpointing = True
+    follows(speculator, plain)
+    layer.train()
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1 is in training mode.*checkpointing.*model\.eval\(\)"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator.model.eval()
+    follows(speculator, plain)
+
+
+def test_a_text_is_read_again_where_autocast_has_changed():
+    speculator, _ = pair()
+    target, ids = speculator.target, list(range(3, 40))
+
+    @torch.inference_mode()
+    def read():
+        before = target.layer_tokens[0]
+        target.open([ids])
+        logits = target.prefill([ids], first=0).float()
+        target.reset()
+        return logits, target.layer_tokens[0] - before
+
+    plain, tokens = read()
+    assert tokens == len(ids) and read()[1] < tokens
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast, tokens = read()
+        assert tokens == len(ids) and not torch.equal(cast, plain)
+        assert read()[1] < tokens
+    again, tokens = read()
+    assert tokens == len(ids) and torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("execution", PACKED)
+def test_a_packed_model_in_another_dtype(named, execution):
+    speculator, plain = pair(execution)
+    follows(speculator, plain)
+    for model in (speculator.model, plain):
+        model.to(torch.bfloat16)
+    assert texts(speculator.model) == texts(plain)
+    speculator, plain = named(execution)
+    follows(speculator, plain)
+    speculator.model.to(torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=r"loaded by name.*packed.*release\(\)"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator.model.to(torch.float32)
+    generate(speculator, ROWS, max_new_tokens=NEW)
 
 
 # -- adapters -----------------------------------------------------------------------------------------------------------------
@@ -353,6 +404,29 @@ def test_a_model_that_stays_as_it_is_keeps_its_cache(monkeypatch):
     monkeypatch.setattr(speculator.target.cache, "open", lambda lengths: copied.append(lengths) or begin(lengths))
     speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=NEW)
     assert copied == [[len(ROWS[0]) - 1]] and not walked
+
+
+@pytest.mark.parametrize("change", ["a hook on a layer", "a norm in place"])
+def test_a_change_is_seen_where_weights_are_offloaded(change):
+    """They have other placeholders after each pass."""
+    model = build("llama", torch.float32)
+    mlp = model.model.layers[0].mlp
+
+    def fetch():
+        mlp.up_proj.weight = nn.Parameter(torch.empty_like(mlp.up_proj.weight, device="meta"))
+
+    fetch()
+    state = ModelState.of(model)
+    for _ in range(2):
+        fetch()
+        assert state.look({}) == set()
+    fetch()
+    undo = CHANGES[change](model)
+    assert state.look({}) == {"hooks" if "hook" in change else "weights"}
+    seen = dict(state.counts)
+    fetch()
+    assert state.look(seen) == set()
+    undo()
 
 
 def test_tokens_led_through_layers_are_counted_on_while_layers_are_exchanged():

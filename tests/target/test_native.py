@@ -22,7 +22,7 @@ from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TokenTree, caching
 from foredraft.backends import native, packing
-from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.kernel_pass import NativeModel, NativePass
 from foredraft.backends.packing import HINTS
 from foredraft.backends.products import NATIVE, Product, blocked, unblocked
 from foredraft.target import Target
@@ -63,6 +63,15 @@ def test_the_name_of_an_execution_says_which_layout_is_taken():
     for execution, layers in (("packed", 0), ("native", 3), ("auto", 3)):
         target = Target(build("qwen3", torch.float32), execution=execution, owned=True)
         assert target.backend.overrides.native == layers and target.execution == ("native" if layers else "packed")
+
+
+def test_passes_of_all_sizes_share_the_scratch_memory_of_the_largest():
+    about, x, scratch = native.Layer(hidden=64, inner=96, heads=4, key_heads=2, size=32), torch.empty(0), NativePass()
+    largest = scratch.room(about, x, 100, 2)
+    for tokens, threads in ((1, 1), (99, 2), (100, 1)):
+        assert scratch.room(about, x, tokens, threads) is largest
+    wider = [list(each.shape) for each in scratch.room(about, x, 101, 1)]
+    assert wider == [[101, 64], [101, 256], [101, 128], [101, 192], [101, 96], [2 * native.scratch(32)]]
 
 
 @needs_kernels

@@ -332,6 +332,17 @@ def test_a_model_that_is_called_itself_has_its_weights_as_they_are(name):
     assert torch.allclose(*grads, atol=1e-4)
 
 
+def test_hooks_within_experts_are_called():
+    model = made("qwen3_moe", torch.float32)
+    Target(model, execution="native")
+    mixture = model.model.layers[0].mlp.experts
+    assert isinstance(vars(mixture)["forward"], Mixture)
+    given = torch.randn(5, 64), torch.tensor([[0, 1, 2]] * 5), torch.full((5, 3), 0.3)
+    mixture.act_fn.register_forward_hook(lambda module, given, out: -out)
+    with torch.inference_mode():
+        assert torch.equal(mixture(*given), type(mixture).forward(mixture, *given))
+
+
 def test_what_is_written_where_weights_were_is_named(tmp_path):
     made("qwen3_moe", torch.float32).save_pretrained(tmp_path)
     speculator = Speculator(str(tmp_path), "none", execution="native")

@@ -112,6 +112,51 @@ def test_filler_of_a_row_that_is_nan_reaches_nobody():
         close(paged[row, :count], plain[row, :count])
 
 
+def hooked(where):
+    """A native model with a hook, so that its passes are no single call; and one without pages."""
+    model = build_native("llama", torch.float32)
+    other = copy.deepcopy(model)
+    paged, plain = Target(model, execution="native"), Target(other, execution="eager", test=False)
+    assert isinstance(paged.cache, PagedCache) and paged.backend.direct is not None
+    model.get_submodule(where).register_forward_hook(lambda *given: None)
+    assert paged.backend.pages is paged.backend.direct is None
+    return paged, plain
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp"])
+def test_filler_of_a_row_that_is_nan_reaches_nobody_through_kernels_that_compute_it(where):
+    """In one call for all layers, and in one for each."""
+    paged, plain = targets = hooked(where)
+    texts = [[token % 99 for token in text(length, seed)] for length, seed in ((62, 1), (62, 2), (20, 3))]
+    valid = torch.tensor([[True] * 2 + [False] * 7] * 2 + [[True] * 9])
+    tokens = torch.arange(9).repeat(3, 1)
+    tokens[1] = 99
+    with torch.inference_mode():
+        for target in targets:
+            read(target, list(map(list, texts)))
+        paged.model.get_input_embeddings().weight[99] = torch.nan
+        found, wanted = (target.score(TokenTree.from_chain(tokens, valid=valid)) for target in targets)
+    assert found[1].isnan().all()
+    for row, count in ((0, 2), (2, 9)):
+        close(found[row, :count], wanted[row, :count])
+    paged.close()
+
+
+def test_layers_of_a_native_model_that_run_by_themselves_read_nothing_of_rows_that_are_gone():
+    paged, plain = targets = hooked("model.layers.1.mlp")
+    with torch.inference_mode():
+        read(paged, [text(200, 9), text(100, 8)])
+        for layer in paged.cache.written:
+            for store in (layer.keys, layer.values):
+                store[: paged.cache.stores[0].room] = torch.nan
+        paged.reset()
+        paged.cache.share_no_more()
+        close(*(read(target, [text(150, 1), text(63, 2)]) for target in targets))
+        for token in (5, 6):  # with the second one, the shorter row goes on in another page
+            close(*(target.advance(torch.tensor([token, token])) for target in targets))
+    paged.close()
+
+
 # -- who has pages, and who has not ------------------------------------------------------------------------------------
 
 

@@ -153,13 +153,15 @@ class Eager(Backend):
 
     def plain(self, given: ForwardPass) -> PassOutput:
         """One pass, not counted."""
-        tree, window = given.tree, given.window
+        tree, window, direct = given.tree, given.window, self.direct
+        pages = self.pages if self.pages is not None and self.pages.serves else None
+        if isinstance(self.cache, PagedCache):
+            self.cache.handed = direct is None and pages is None
         self.cache.enter(window)
-        if (direct := self.direct) is not None:
+        if direct is not None:
             tree_inputs, context = self._masked(given), self.facts.context
             return PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part))
         positions, where, mask = self.positions(tree, window), None, None
-        pages = self.pages if self.pages is not None and self.pages.serves else None
         masks = self.call.masks if pages is None else pages.masks
         if not given.uniform_chain:
             where = MaskInputs(tree, window, positions)

@@ -23,7 +23,7 @@ from foredraft.backends import narrow, native
 from foredraft.backends.narrow import LEAST, Format, format_of
 from foredraft.backends.packing import DTYPES, Packing, held_elsewhere, placeholder
 from foredraft.backends.products import BLOCK, NATIVE, Product, Rows, Source, blocked, padded_size, sources_of, unblocked
-from foredraft.models.changes import Override, take_back
+from foredraft.models.changes import Override, hooks_of, take_back
 from foredraft.quantization.grouped import GroupedTensor
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -54,7 +54,7 @@ class Mixture(Override):
         self.biases: list[Tensor | None] = [None, None]
         if experts.has_bias:
             self.biases = [self._turns(experts.gate_up_proj_bias.detach().T).T.contiguous(), experts.down_proj_bias.detach().contiguous()]
-        self.sources, self.taken = sources_of(experts), list[Source]()
+        self.sources, self.taken, self._hooks = sources_of(experts), list[Source](), hooks_of(experts, inside=True)
         self.library = native.library(self.dtype)
         self.about = native.Experts(
             count=self.count,
@@ -148,7 +148,7 @@ class Mixture(Override):
         chosen, scores = (router_indices, routing_weights) if top_k_index is None else (top_k_index, top_k_weights)
         assert chosen is not None and scores is not None
         held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
-        if held and (self.outdated or chosen.shape[-1] > native.MOST_CHOSEN):
+        if held and (self.outdated or any(self._hooks) or chosen.shape[-1] > native.MOST_CHOSEN):
             return type(self.layer).forward(self.layer, hidden_states, chosen, scores)
         x, ids, parts = hidden_states.contiguous(), chosen.long().contiguous(), scores.float().contiguous()
         out, threads = torch.zeros_like(x), torch.get_num_threads()

@@ -92,7 +92,7 @@ class NativePass:
         self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
         self._given: tuple[object, object] = (None, None)
         self._held: list[Tensor | None] = []  # keeps alive what the pointers refer to
-        self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+        self._room, self._scratch = (0, 0), list[Tensor]()  # for so many tokens and threads
         self._experts = torch.empty(0, dtype=torch.uint8)  # their scratch
 
     @staticmethod
@@ -135,16 +135,15 @@ class NativePass:
         about.experts = self._experts.data_ptr()
 
     def room(self, about: native.Layer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
-        """Scratch for so many tokens, kept for the next pass of that size."""
-        key = tokens, threads
-        if key not in self._scratch:
-            if len(self._scratch) >= 16:
-                self._scratch.clear()
+        """Scratch for so many tokens or more; it is as large as the largest pass, and others use its beginning."""
+        if tokens > self._room[0] or threads > self._room[1]:
+            tokens, threads = max(tokens, self._room[0]), max(threads, self._room[1])
             inner = max(about.inner, getattr(self.shared, "inner", 0))
             sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * inner, inner)
             made = [x.new_empty(tokens, size) for size in sizes]
-            self._scratch[key] = [*made, torch.empty(threads * native.scratch(int(about.size)))]
-        return self._scratch[key]
+            self._scratch = [*made, torch.empty(threads * native.scratch(int(about.size)))]
+            self._room = tokens, threads
+        return self._scratch
 
 
 class NativeLayer:

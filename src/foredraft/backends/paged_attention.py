@@ -117,8 +117,6 @@ class PagedAttention:
             new = new if new.stride(3) == 1 else new.contiguous()
             goal = store.data_ptr() + offset * store.itemsize
             self._library.write_over(about, new.data_ptr(), *new.stride()[:3], *new.shape[1::2], goal)
-            if self._cache.window.counts is not None:
-                store[-1] = 0  # filler may have gone there, and a NaN times a weight of zero is NaN
         given = [each.new_full((), torch.nan).expand(*each.shape[:2], int(about.width), each.shape[3]) for each in (keys, values)]
         self._written[id(given[0])] = given[0], given[1], layer_idx, keys, values
         return given[0], given[1]

@@ -30,11 +30,13 @@ class Source:
     name: str
     parameter: Any
     numbers: Tensor
+    dtype: torch.dtype
     version: int | None
 
     @property
     def written(self) -> bool:
-        return self.version is not None and self.numbers._version != self.version
+        """Whether it was written to, or converted by ``Module.to``, which leaves no other trace."""
+        return self.numbers.dtype != self.dtype or (self.version is not None and self.numbers._version != self.version)
 
     @property
     def kept(self) -> bool:
@@ -49,7 +51,7 @@ def sources_of(layer: nn.Module) -> list[Source]:
         for name, each in held.items():
             if each is not None:
                 numbers = each.qdata if is_quantised(each) else each
-                found.append(Source(held, name, each, numbers, None if numbers.is_inference() else numbers._version))
+                found.append(Source(held, name, each, numbers, numbers.dtype, None if numbers.is_inference() else numbers._version))
     return found
 
 

@@ -1,9 +1,9 @@
 """Everything that the text of a model depends on, in one place: has any of it changed since the last look?
 
 That is its modules and their classes, weights and buffers, hooks, overridden ``forward`` methods, adapters with their scales, the
-configuration with its attention, and training mode. A look compares lists that are read in C and costs about 0.1 ms for a model of 24
-layers, so there is one before each call. All who run a model share one :class:`ModelState`; each asks what has changed since *its* last
-look.
+configuration with its attention, training mode, and autocast. A look compares lists that are read in C and costs about 0.1 ms for a
+model of 24 layers, so there is one before each call. All who run a model share one :class:`ModelState`; each asks what has changed since
+*its* last look.
 
 Two kinds of writes leave no trace: those through ``.data`` or to tensors of inference mode, and those to attributes of a module that
 are none of the above. :meth:`foredraft.Speculator.release` is for them.
@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_
+from operator import and_, attrgetter, is_
 from types import NoneType
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ NUMBERS: frozenset[Kind] = frozenset(("weights", "merged adapters"))  # what cop
 
 flatten = chain.from_iterable
 VERSION, FORWARD = attrgetter("_version"), attrgetter("forward")
+CHECKPOINTING = "gradient_checkpointing"  # the attribute that switches it on
 TRIVIAL = ("use_cache", "_name_or_path")  # of a configuration; passes do not read them, nor the ids of tokens
 
 
@@ -131,21 +132,28 @@ class Snapshot:
         self._on_meta = [each is not None and each.is_meta for each in tensors]
         longrope = [module for module in modules if "longrope" in str(vars(module).get("rope_type"))]  # each pass writes their frequencies
         written = {id(each) for module in longrope for name, each in module._buffers.items() if not name.endswith("original_inv_freq")}
-        self._versioned = [each is not None and id(each) not in written and not each.is_inference() for each in tensors]
-        self._placed = [has_address(each) for each in tensors]
+        versioned = [each is not None and id(each) not in written and not each.is_inference() for each in tensors]
+        placed, resident = [*map(has_address, tensors)], [not meta for meta in self._on_meta]
+        self._masks = {  # of placeholders, and of all others: which have a version, which have an address, and which they are
+            meta: [[*map(and_, mask, mine)] for mask in (versioned, placed, mine)]
+            for meta, mine in ((True, self._on_meta), (False, resident))
+        }
         self._parts = {type(each): parts for each in tensors if (parts := parts_of(each)) is not None}
         self._config = vars(model).get("config")
         configs = {id(each): each for module in modules if isinstance(each := vars(module).get("config"), PreTrainedConfig)}
         self._configs = [*configs.values()]
         self._settings = [*map(settings, self._configs)]
         self._structure = Structure(model)
-        self._values, self._hooked, self._adapted = self._read_values(tensors), self._read_hooks(), self._read_adapters()
-        self._dropping = [vars(model), *(vars(module) for module in modules if rates_of(module))]
+        self._values, self._written = self._read_values(tensors, meta=False), self._read_values(tensors, meta=True)
+        self._hooked, self._adapted = self._read_hooks(), self._read_adapters()
+        self._dropping = [vars(model), *(vars(module) for module in modules if rates_of(module) or hasattr(module, CHECKPOINTING))]
         self._training = self._read_training()
+        self._devices = [*filter(torch.amp.is_autocast_available, {each.device.type for each in tensors if each is not None})]
+        self._autocast = self._read_autocast()
 
     @property
     def trains(self) -> bool:
-        """Some of the modules that drop out are in training mode, or the model is."""
+        """Some of the modules that drop out or checkpoint are in training mode, or the model is."""
         return True in self._read_training()
 
     def differences(self, model: nn.Module) -> set[Kind]:
@@ -156,15 +164,14 @@ class Snapshot:
             changed.add("configuration")
         tensors = [*contents(self._holders)]
         known = [ref() for ref in self._tensors]
-        if not same(tensors, known):
-            kept = len(tensors) == len(known) and all(
-                new is old or (meta and new is not None and new.is_meta) for new, old, meta in zip(tensors, known, self._on_meta)
-            )
-            if kept and not changed:  # offloaded weights have other placeholders after each pass
-                self.__init__(model)  # type: ignore[misc]
-            else:
-                changed.add("weights")
-        elif self._read_values(tensors) != self._values:
+        exchanged = not same(tensors, known)
+        kept = not exchanged or (
+            len(tensors) == len(known)
+            and all(new is old or (meta and new is not None and new.is_meta) for new, old, meta in zip(tensors, known, self._on_meta))
+        )
+        if not kept or self._read_values(tensors, meta=False) != self._values:
+            changed.add("weights")
+        elif not exchanged and self._read_values(tensors, meta=True) != self._written:
             changed.add("weights")
         if self._read_hooks() != self._hooked:
             changed.add("hooks")
@@ -173,17 +180,25 @@ class Snapshot:
             changed.add("merged adapters")
         if adapted[1:] != self._adapted[1:]:
             changed.add("adapters")
-        if self._read_training() != self._training:
+        if self._read_training() != self._training or self._read_autocast() != self._autocast:
             changed.add("mode")
+        if exchanged and not changed:  # offloaded weights have other placeholders after each pass
+            self.__init__(model)  # type: ignore[misc]
         return changed
 
     def _read_training(self) -> list[Any]:
         return [*map(dict.get, self._dropping, repeat("training"))]
 
-    def _read_values(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        versions = [*map(VERSION, compress(tensors, self._versioned))]
-        addresses = [*map(Tensor.data_ptr, compress(tensors, self._placed))]
-        parts = [each for kind, read in self._parts.items() for tensor in tensors if type(tensor) is kind for each in read(tensor)]
+    def _read_autocast(self) -> list[Any]:
+        return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._devices]
+
+    def _read_values(self, tensors: Sequence[Any], *, meta: bool) -> tuple[Any, ...]:
+        """What a write to the placeholders among ``tensors`` would change, or to the others."""
+        versioned, placed, every = self._masks[meta]
+        versions = [*map(VERSION, compress(tensors, versioned))]
+        addresses = [*map(Tensor.data_ptr, compress(tensors, placed))]
+        mine = [*compress(tensors, every)] if self._parts else []
+        parts = [each for kind, read in self._parts.items() for tensor in mine if type(tensor) is kind for each in read(tensor)]
         return versions, addresses, [(id(each), None if each.is_inference() else each._version) for each in parts]
 
     def _read_hooks(self) -> list[int]:
@@ -249,6 +264,8 @@ def check_mode(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module.training and dropout_of(module) is not None:
             raise UnsupportedModelError(f"{name} is in training mode (dropout would make every pass different); call model.eval()")
+        if module.training and getattr(module, CHECKPOINTING, False):
+            raise UnsupportedModelError(f"{name} is in training mode (gradient checkpointing keeps it from caching); call model.eval()")
 
 
 def dropout_of(module: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foredraft.errors import UnsupportedModelError
-from foredraft.models.support import describe
+from foredraft.models.support import describe, input_device
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -39,7 +39,7 @@ def outputs_of(model: PreTrainedModel, modules: Iterable[nn.Module]) -> dict[nn.
     found: dict[nn.Module, Any] = {}
     handles = [module.register_forward_hook(lambda module, given, output: found.update({module: output})) for module in modules]
     try:
-        model(input_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+        model(input_ids=torch.arange(2, device=input_device(model))[None], use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

@@ -41,14 +41,13 @@ class PageStore:
         opening: tables of rows that are about to be opened.
         layers: those of this kind that have tensors.
         made: pages that were ever used and hold numbers; the others are not even touched.
-        room: pages that tensors have room for; one more after them is written and never read.
-        clean: pages are filled with zeros before a row gets them, so that they hold nothing of another row.
+        room: pages that tensors have room for; the one after them stands for those that a row lacks, and stays zero.
         reading: the pages that this pass reads, and the first one if they are consecutive pages of one row; None before it reads any.
-        table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; missing pages are the one that is never read.
+        table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; missing pages are the one after :attr:`room`.
     """
 
     def __init__(self, kind: Kind, pool: PagePool):
-        self.kind, self.pool, self.clean = kind, pool, False
+        self.kind, self.pool = kind, pool
         self.reading: tuple[Tensor, int | None] | None = None
         self.reset()
 
@@ -130,9 +129,9 @@ class PageStore:
             return by_head.narrow(1, begin, len(pages)).flatten(1, 2)[None, :, : window.width]
         return by_head.index_select(1, pages).view(len(by_head), window.rows, -1, held.shape[3]).transpose(0, 1)[:, :, : window.width]
 
-    def fit(self, ahead: int, blocks: int) -> bool:
+    def fit(self, ahead: int, blocks: int, *, clean: bool) -> bool:
         """Give tensors room for every page that was taken, or for ``ahead`` if they grow, and zeros where nothing was written:
-        garbage could be NaN. Whether they have moved."""
+        garbage could be NaN. ``clean``: also where another row has written. Whether they have moved."""
         grows = self.pool.made > self.room or (not self.layers and ahead > self.room)
         if grows:
             more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
@@ -141,7 +140,7 @@ class PageStore:
                 self.allocate(layer, layer.keys, layer.values, room)
             self.room = room
             self.lay_out(0, blocks)
-        used = [page for page in self.pool.handed_out() if self.clean and page < self.made]
+        used = [page for page in self.pool.handed_out() if clean and page < self.made]
         for layer in self.layers:
             for store in (layer.keys, layer.values):
                 if self.pool.made > self.made:
@@ -162,7 +161,7 @@ class PageStore:
         return many
 
     def allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:
-        """Give ``layer`` tensors for ``room`` pages and the one that is never read, keeping what it holds. The pages of one head are
+        """Give ``layer`` tensors for ``room`` pages and the one after them, keeping what it holds. The pages of one head are
         contiguous, so that consecutive pages can be read as a view."""
         stores = []
         for old, new in ((layer.keys, keys), (layer.values, values)):

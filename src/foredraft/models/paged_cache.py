@@ -28,10 +28,11 @@ class PagedCache(TreeCache):
 
     Args:
         kinds: of layers; one at most without a window.
-        handed: models get keys and values from the cache, including those that the mask hides. None of these may be another row's,
-            because a NaN times a weight of zero is NaN.
+        handed: as the attribute, until the first pass.
 
     Attributes:
+        handed: models get keys and values from the cache, including those that the mask hides. None of these may be another row's,
+            because a NaN times a weight of zero is NaN. Hooks can change this, and whoever makes passes sets it for each.
         pool: who holds which page of the layers without a window. If there are none, it counts pages that take no memory.
         stores: the pages of each kind, those without a window first.
         reader: reads keys and values in place during a pass; None if the cache returns them to the model.
@@ -43,8 +44,7 @@ class PagedCache(TreeCache):
         self.pool = PagePool()
         self.windows = [WindowStore(kind, self.pool) for kind in kinds if kind.window is not None]
         self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
-        for store in self.stores:
-            store.clean = handed
+        self.handed = handed
         self.reader: Any = None
         self._memory: int | None = None
         self._beside = 0
@@ -283,7 +283,7 @@ class PagedCache(TreeCache):
     def place(self, about: Any, layer_idx: int = 0) -> int:
         store, keys = self._store(layer_idx), self.layers[layer_idx].keys
         about.page_stride, about.head_stride = keys.stride(0), keys.stride(1)
-        about.table_stride = store.table.shape[1]
+        about.table_stride, about.spare = store.table.shape[1], store.room
         about.positions = None if self.positions is None else self.positions.data_ptr()
         about.table = store.table.data_ptr() + self._window.first * store.lines.strides[0]
         return 0
@@ -411,7 +411,7 @@ class PagedCache(TreeCache):
                 if store.trim(self.capacity // PAGE):
                     self.allocations, self._viewed = self.allocations + 1, None
         for store in self.stores:
-            if store.fit(rows * pages_kept(self._ahead, store.kind.window, PAGE), self.capacity // PAGE):
+            if store.fit(rows * pages_kept(self._ahead, store.kind.window, PAGE), self.capacity // PAGE, clean=self.handed):
                 self.allocations, self._viewed = self.allocations + 1, None
 
     def _store(self, index: int) -> PageStore:

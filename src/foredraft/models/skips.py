@@ -24,7 +24,7 @@ from foredraft.files import read_text, replacing
 from foredraft.models.features import first_tensor
 from foredraft.models.identity import TargetShape, refuse_another_model, shape_of
 from foredraft.models.layers import LayerRanges, Passing, outputs_of
-from foredraft.models.support import describe
+from foredraft.models.support import describe, input_device
 
 FORMAT = "foredraft skip set 1"
 
@@ -246,7 +246,7 @@ class Sublayers:
                 undone.callback(after.remove)
             try:
                 with torch.inference_mode():
-                    self.model(input_ids=torch.arange(2, device=self.model.device)[None], use_cache=False)
+                    self.model(input_ids=torch.arange(2, device=input_device(self.model))[None], use_cache=False)
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise self._refusal(f"without them a pass fails with {error}") from error
         if not all(torch.allclose(given, output, atol=1e-3) for given, output in zip(states[::2], states[1::2])):

@@ -96,7 +96,7 @@ class Layer(ctypes.Structure):
 class Kind(ctypes.Structure):
     """``Kind`` of ``layer.c``."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("row_stride", "head_stride", "table_stride", "page_stride")] + [
+    _fields_ = [(name, ctypes.c_int64) for name in ("row_stride", "head_stride", "table_stride", "page_stride", "spare")] + [
         (name, ctypes.c_void_p) for name in ("table", "cos", "sin", "factor")
     ]
 
@@ -106,7 +106,7 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride")]
-        + [(name, ctypes.c_int64) for name in ("table_stride", "page_stride", "own_angles")]
+        + [(name, ctypes.c_int64) for name in ("table_stride", "page_stride", "spare", "own_angles")]
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values")]
         + [(name, ctypes.c_int64) for name in ("cross_row_stride", "cross_head_stride")]

@@ -23,7 +23,7 @@ static void keep_latents(Worker *w, const Layer *l, const Pass *p, const value *
         value latent[TAKEN], key[TAKEN];
         normed(x, l->key_norm, latent, rank, l->head_eps);
         turned_apart(l, p, t, x + rank, key, rest);
-        if (!mine(w)) continue;
+        if (!mine(w) || spared(p, p->row_of[t], p->slots[t])) continue;
         const int slot = p->slots[t] % KEYS;
         const size_t place = block(p, p->table, p->row_stride, p->head_stride, p->row_of[t], 0, p->slots[t] - slot, rank) + (size_t)slot * rank;
         copied(latent, latents + place, rank);

@@ -663,7 +663,7 @@ typedef struct {
 
 /* What layers of one kind share in a pass: the layout of their cache, and RoPE tables or null */
 typedef struct {
-    int64_t row_stride, head_stride, table_stride, page_stride; /* as in Pass */
+    int64_t row_stride, head_stride, table_stride, page_stride, spare; /* as in Pass */
     const int32_t *table;
     const float *cos, *sin; /* [.., rotary] */
     const float *factor;    /* [..] factor of queries by position, or null */
@@ -674,6 +674,7 @@ typedef struct {
     int64_t rows, tokens, nodes, width;    /* `tokens` of all rows, `nodes` of a row at most; `width`: slots that keys span */
     int64_t row_stride, head_stride;       /* of the cache, in values */
     int64_t table_stride, page_stride;     /* a cache in pages of KEYS slots: from row to row of its page table, and from page to page */
+    int64_t spare;                         /* the page that stands for those that rows lack; filler goes there, and is not written */
     int64_t own_angles;                    /* cos and sin are [tokens, size]; 0: [nodes, size], rows share them */
     int64_t mask_row_stride, mask_stride;  /* from row to row, from node to node */
     const value *cos, *sin;
@@ -710,6 +711,9 @@ INLINE size_t block(const Pass *p, const int32_t *table, int64_t row_stride, int
     const size_t begin = table ? (size_t)table[row * p->table_stride + start / KEYS] * p->page_stride : (size_t)row * row_stride + (size_t)start * size;
     return begin + (size_t)head * head_stride;
 }
+
+/* Whether a slot of a row lies on the spare page. All rows read it, with a weight of zero, and a NaN times zero is NaN. */
+INLINE int spared(const Pass *p, int row, int slot) { return p->table && p->table[row * p->table_stride + slot / KEYS] == p->spare; }
 
 /* The mask of the 16 slots from `first` on that a query sees: those set in `seen`, or all up to its own `slot` if that is null */
 INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
@@ -1037,6 +1041,7 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
                 copied(out + (item - from) * size, x + vector_of(l, head) * size, size);
                 continue;
             }
+            if (spared(p, p->row_of[t], p->slots[t])) continue;
             const int slot = p->slots[t] % KEYS;
             const size_t place = block(p, p->table, p->row_stride, p->head_stride, p->row_of[t], head - queries, p->slots[t] - slot, size) + (size_t)slot * size;
             copied(out + (item - from) * size, keys + place, size);
@@ -1267,6 +1272,7 @@ void write_over(const Pass *p, const value *from, int64_t row_step, int64_t head
     for (int t = 0; t < p->tokens; t++) {
         const int row = p->row_of[t], slot = p->slots[t] % KEYS;
         const value *vector = from + row * row_step + (t - p->begins[row]) * step;
+        if (spared(p, row, p->slots[t])) continue;
         for (int h = 0; h < heads; h++) {
             const size_t place = block(p, p->table, p->row_stride, p->head_stride, row, h, p->slots[t] - slot, size) + (size_t)slot * size;
             __builtin_memcpy(to + place, vector + h * head_step, size * sizeof(value));
@@ -1312,7 +1318,7 @@ static void do_model(Worker *w, const void *job) {
         Pass p = *m->pass;
         if (p.kinds) {
             const Kind *k = p.kinds + l->kind;
-            p.row_stride = k->row_stride, p.head_stride = k->head_stride, p.table_stride = k->table_stride;
+            p.row_stride = k->row_stride, p.head_stride = k->head_stride, p.table_stride = k->table_stride, p.spare = k->spare;
             p.page_stride = k->page_stride, p.table = k->table;
         }
         hand_out(w, m->states, i, m->x, T, H);
