@@ -126,7 +126,7 @@ def hooked(where):
 @pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp"])
 def test_filler_of_a_row_that_is_nan_reaches_nobody_through_kernels_that_compute_it(where):
     """In one call for all layers, and in one for each."""
-    paged, plain = targets = hooked(where)
+    paged, _ = targets = hooked(where)
     texts = [[token % 99 for token in text(length, seed)] for length, seed in ((62, 1), (62, 2), (20, 3))]
     valid = torch.tensor([[True] * 2 + [False] * 7] * 2 + [[True] * 9])
     tokens = torch.arange(9).repeat(3, 1)
@@ -143,7 +143,7 @@ def test_filler_of_a_row_that_is_nan_reaches_nobody_through_kernels_that_compute
 
 
 def test_layers_of_a_native_model_that_run_by_themselves_read_nothing_of_rows_that_are_gone():
-    paged, plain = targets = hooked("model.layers.1.mlp")
+    paged, _ = targets = hooked("model.layers.1.mlp")
     with torch.inference_mode():
         read(paged, [text(200, 9), text(100, 8)])
         for layer in paged.cache.written:

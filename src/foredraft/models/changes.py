@@ -169,9 +169,8 @@ class Snapshot:
             len(tensors) == len(known)
             and all(new is old or (meta and new is not None and new.is_meta) for new, old, meta in zip(tensors, known, self._on_meta))
         )
-        if not kept or self._read_values(tensors, meta=False) != self._values:
-            changed.add("weights")
-        elif not exchanged and self._read_values(tensors, meta=True) != self._written:
+        written = kept and not exchanged and self._read_values(tensors, meta=True) != self._written
+        if not kept or written or self._read_values(tensors, meta=False) != self._values:
             changed.add("weights")
         if self._read_hooks() != self._hooked:
             changed.add("hooks")
