@@ -25,6 +25,13 @@ if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     native.LIMIT *= 5  # this code takes longer to compile
     native.FLAGS += (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 
+if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":  # who imports tests compiles kernels, float32 first: so both are compiled at once
+    import torch
+
+    from foredraft.backends import native
+
+    native.refusal(torch.bfloat16)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest test comes first: at the end one worker would wait for it alone."""

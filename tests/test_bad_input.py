@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import by_turns, covered
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, plainly, prompts, repetitive, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
@@ -104,7 +105,7 @@ def to_the_end() -> list[list[int]]:
     return [alone(ending(60), row, max_new_tokens=60 - len(row)) for row in repetitive(NEAR_THE_END)]
 
 
-@pytest.mark.parametrize("name", [*drafters.names(), "oracle"])
+@pytest.mark.parametrize("name", by_turns([*drafters.names(), "oracle"], 1, always={"oracle"}))
 def test_the_text_goes_on_to_the_end_of_the_context(name):
     """The draft shrinks; the last token that fits is written, and the statistics say why it ended."""
     model = ending(60)
@@ -178,10 +179,12 @@ class Spoil:
         self.handle.remove()
 
 
-@pytest.mark.parametrize("name", ["none", "oracle", "draft-model"])
-@pytest.mark.parametrize(("value", "kind"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1, "top_p": 0.9}], ids=["greedy", "sampled"])
-def test_logits_that_are_no_numbers_name_row_and_position(options, value, kind, name):
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    covered(["none", "oracle", "draft-model"], ["NaN", "infinite"], [{}, {"do_sample": True, "seed": 1, "top_p": 0.9}]),
+)
+def test_logits_that_are_no_numbers_name_row_and_position(options, kind, name):
+    value = {"NaN": float("nan"), "infinite": float("inf")}[kind]
     model = clone(tiny())
     plain = Speculator(model, drafter="none")
     texts = generate(plain, ROWS, max_new_tokens=NEW, **options)

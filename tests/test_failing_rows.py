@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import by_turns
 from head_cases import make
 from helpers import clone, drafter_names, make_drafter, perturbed, prompts, repetitive, tiny
 from kernel_cases import build, needs_kernels
@@ -135,7 +136,7 @@ def test_the_others_write_what_they_would_have_written(fault, after, way):
     assert again == alone
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize("drafter", by_turns(drafter_names(), 0))
 def test_every_drafter_goes_on(drafter):
     model = Speculator(poisoned(clone(tiny())), make_drafter(drafter), rule="match", draft_length=3)
     good = [(0, GOOD[0], parameters(0, GOOD[0])), (5, GOOD[1], parameters(1, GOOD[1]))]

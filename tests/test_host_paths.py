@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import by_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -283,7 +284,7 @@ def config_of(name: str) -> Any:
     return build(name, ARCHITECTURES[name].implementations[-1]).config.get_text_config()
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"])
+@pytest.mark.parametrize("name", by_turns([name for name, entry in ARCHITECTURES.items() if entry.support == "tree"], 0))
 @settings(max_examples=5, deadline=None)
 @given(drawn=passes(), cut=st.sampled_from([None, 0, 1, 3]))
 def test_full_attention_needs_no_mask_functions(name: str, drawn: tuple[TokenTree, Window], cut: int | None):

@@ -113,14 +113,19 @@ def test_an_exact_configuration_passes_every_part(rule: str, siblings: str, shap
     report.raise_for_fault()
 
 
-@pytest.mark.parametrize(("rule", "siblings", "shape"), EXACT.values(), ids=EXACT.keys())
+@pytest.mark.parametrize(("rule", "siblings", "shape"), nightly_but({EXACT["rejection"], EXACT["traversal"]}, list(EXACT.values())))
 def test_an_exact_configuration_is_found_exact_by_enumeration(rule: str, siblings: str, shape: str):
     report = audited(speculator(rule, siblings=siblings, shape=shape), "exact")
     assert report.exact is not None and report.exact.error < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("siblings", "shape"), [("keyed", "chain(3)"), ("keyed", "product(2,2)"), ("top-k", "dynamic(depth=3,k=2,total=5)")]
+    ("siblings", "shape"),
+    [
+        pytest.param("keyed", "chain(3)", marks=pytest.mark.nightly),
+        ("keyed", "product(2,2)"),
+        ("top-k", "dynamic(depth=3,k=2,total=5)"),
+    ],
 )
 def test_texts_that_are_a_function_of_the_seed_are_compared_token_for_token(siblings: str, shape: str):
     report = audited(speculator("match", siblings=siblings, shape=shape))
@@ -203,8 +208,8 @@ class KeepsQ(MultiCandidate):
     ("rule", "siblings", "shape"),
     [
         (StopsAtTheFirstFailure(), "iid", "chain(3)"),
-        (SharesNoise(), "keyed", "chain(3)"),
-        (KeepsQ(), "without-replacement", "product(2,2)"),
+        pytest.param(SharesNoise(), "keyed", "chain(3)", marks=pytest.mark.nightly),
+        pytest.param(KeepsQ(), "without-replacement", "product(2,2)", marks=pytest.mark.nightly),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Rule) else "",
 )
@@ -345,18 +350,21 @@ class Prunes(DraftModel):
 
 @pytest.mark.parametrize(
     ("drafter", "rule", "shape"),
-    [
-        (AnotherTemperature, "rejection", "chain(3)"),
-        (AnotherTemperature, "block", "chain(3)"),
-        (DropsTheLast, "rejection", "chain(3)"),
-        (DropsTheLast, "block", "chain(3)"),
-        (Prunes, "traversal", "product(2,2)"),
-        (Prunes, "multi-candidate", "product(2,2)"),
-    ],
+    nightly_but(
+        {(AnotherTemperature, "rejection", "chain(3)"), (DropsTheLast, "block", "chain(3)"), (Prunes, "traversal", "product(2,2)")},
+        [
+            (AnotherTemperature, "rejection", "chain(3)"),
+            (AnotherTemperature, "block", "chain(3)"),
+            (DropsTheLast, "rejection", "chain(3)"),
+            (DropsTheLast, "block", "chain(3)"),
+            (Prunes, "traversal", "product(2,2)"),
+            (Prunes, "multi-candidate", "product(2,2)"),
+        ],
+    ),
 )
 def test_a_fault_in_the_drafter_is_found_by_sampling(drafter: type[DraftModel], rule: str, shape: str):
     report = audited(speculator(rule, drafter(models()[1], siblings="iid"), shape=shape), "keyed", "statistical")
-    assert all(part.passed for part in report.keyed)  # greedy drafting is sound
+    assert len(report.keyed) == 1 and report.keyed[0].passed  # greedy drafting is sound
     assert report.statistical is not None and not report.statistical.passed
     assert report.verdict == "fault"
 
@@ -379,10 +387,10 @@ def neighbours_row(subject: Speculator) -> None:
 @pytest.mark.parametrize(
     ("rule", "siblings", "shape", "fault"),
     [
-        ("match", "keyed", "chain(3)", one_short),
+        pytest.param("match", "keyed", "chain(3)", one_short, marks=pytest.mark.nightly),
         ("rejection", "iid", "chain(3)", one_short),
         ("match", "keyed", "product(2,2)", neighbours_row),
-        ("traversal", "without-replacement", "product(2,2)", neighbours_row),
+        pytest.param("traversal", "without-replacement", "product(2,2)", neighbours_row, marks=pytest.mark.nightly),
     ],
 )
 def test_a_cache_row_that_is_off_by_one_is_found_token_for_token(rule: str, siblings: str, shape: str, fault: Callable[[Speculator], None]):
@@ -401,7 +409,9 @@ def with_siblings(tree: TokenTree) -> TokenTree:
     return leaky
 
 
-@pytest.mark.parametrize(("rule", "siblings"), [("match", "keyed"), ("traversal", "without-replacement")])
+@pytest.mark.parametrize(
+    ("rule", "siblings"), [("match", "keyed"), pytest.param("traversal", "without-replacement", marks=pytest.mark.nightly)]
+)
 def test_a_mask_that_lets_a_node_see_its_sibling_is_found(rule: str, siblings: str, monkeypatch: pytest.MonkeyPatch):
     subject = speculator(rule, siblings=siblings, shape="product(2,2)")
     layout = execution.MaskInputs

@@ -81,7 +81,14 @@ def test_planted_faults_are_found(fault: str):
         report.raise_for_fault()
 
 
-@pytest.mark.parametrize("fault", ["ignores the seed", "noise by slot", "text changes with the batch"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("ignores the seed", marks=pytest.mark.nightly),
+        "noise by slot",
+        pytest.param("text changes with the batch", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_does_not_repeat_may_still_be_exact(fault: str):
     report = audited(fault, samples=40)
     assert all(check.reproducibility for check in report.checks if check.status == "fault")

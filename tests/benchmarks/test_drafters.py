@@ -343,10 +343,11 @@ def test_drafters_forget_between_repeats_and_some_before_every_call(adapters, tm
 @pytest.mark.parametrize(
     ("how", "stage", "said"),
     [
-        (
+        pytest.param(
             {"on_load": "if mode == 'suffix': raise ModuleNotFoundError('not installed: arctic')"},
             "set-up",
             "not installed: arctic",
+            marks=pytest.mark.nightly,
         ),
         ({"on_generate": "if mode == 'suffix': os._exit(3)"}, "warm-up", "ended with 3"),
     ],

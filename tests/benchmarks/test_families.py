@@ -8,6 +8,7 @@ from statistics import median
 import gguf
 import numpy as np
 import pytest
+from cover import nightly_but
 from typer.testing import CliRunner
 
 from benchmarks import environment, families, families_shapes, report
@@ -27,7 +28,7 @@ def work(tmp_path_factory):
     return tmp_path_factory.mktemp("work")
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", nightly_but({("qwen3",), ("gemma3",), ("qwen3_moe",)}, [(name,) for name in SHAPES]))
 def test_text_goes_along_the_walk_and_copies_where_it_has_been(name, work):
     made = families_shapes.written(f"{name}-test", work)
     prompts = {11: [*range(100, 140), made.walk[10]], 1: [*made.walk[:40], made.walk[0]]}
@@ -189,6 +190,7 @@ def test_a_run_that_is_interrupted_reports_what_it_has(work, monkeypatch):
     assert len(found.measurements) == 1 and "interrupted" in found.failed()[0].message
 
 
+@pytest.mark.nightly
 def test_a_quick_run(work, tmp_path):
     given = ["families", "--quick", "--shape", "qwen3_moe-test", "--peer", "transformers", "--peers", str(tmp_path), "--work", str(work)]
     result = CliRunner().invoke(app, [*given, "--threads", "1", "--out", str(tmp_path)])

@@ -57,7 +57,13 @@ def test_a_head_is_trained_stored_with_its_tree_and_drafts(place, tmp_path):
     assert train(place, tmp_path, "--tree-nodes", "4", "--resume").exit_code == 0
 
 
-@pytest.mark.parametrize(("backbone", "file"), [("lora", "adapter/adapter_model.safetensors"), ("full", "target/model.safetensors")])
+@pytest.mark.parametrize(
+    ("backbone", "file"),
+    [
+        ("lora", "adapter/adapter_model.safetensors"),
+        pytest.param("full", "target/model.safetensors", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_changed_target_is_stored_and_said(place, tmp_path, backbone, file):
     done = train(place, tmp_path, "--backbone", backbone)
     assert done.exit_code == 0, done.output

@@ -154,7 +154,12 @@ def test_rounds_without_a_draft_are_read_first_up_to_a_point(pause, by_kernel, m
 
 @pytest.mark.parametrize(
     ("sampled", "variant", "shape"),
-    covered([True, False], ["embedded", "residual normed", "few tokens"], ["chain(4)", "product(3,2,1)", "dynamic(depth=3,k=3,total=8)"]),
+    covered(
+        [True, False],
+        ["embedded", "residual normed", "few tokens"],
+        ["chain(4)", "product(3,2,1)", "dynamic(depth=3,k=3,total=8)"],
+        ways=1,
+    ),
 )
 def test_steps_of_batches_and_of_sampled_rows(sampled, variant, shape):
     """One call per level for all rows, that are as long or not, and lack as much or not."""

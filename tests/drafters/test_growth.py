@@ -224,12 +224,17 @@ class Checked(DraftModel):
         return tree
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize(
-    ("shape", "siblings"), [("product(3,2,1)", "without-replacement"), ("product(2,2,2)", "iid"), ("product(3)", "iid")]
+    ("family", "tree"),
+    covered(
+        ["llama", "gemma3_text", "gpt2"],
+        [("product(3,2,1)", "without-replacement"), ("product(2,2,2)", "iid"), ("product(3)", "iid")],
+        ways=1,
+    ),
 )
-def test_the_draft_model_knows_its_own_probabilities(family: str, shape: str, siblings: str):
+def test_the_draft_model_knows_its_own_probabilities(family: str, tree: tuple[str, str]):
     """So that its cache holds the accepted path and nothing else, round after round, in a ragged batch whose rows end early."""
+    shape, siblings = tree
     drafter = Checked(perturbed(family), siblings=siblings)
     speculator = Speculator(tiny(family), drafter=drafter, shape=shape, rule="traversal")
     stats = speculator.generate(

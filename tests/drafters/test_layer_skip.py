@@ -49,8 +49,7 @@ ROWS = prompts((12, 5, 9))
 SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("shape", "options"), covered(SHAPES[:2], [{"do_sample": False}, SAMPLED], ways=1))
 def test_every_layer_reads_every_token_once(shape: str, options: dict):
     subject = model()
     counts = counted(subject)
@@ -161,7 +160,7 @@ def test_the_law_is_the_targets(rule: str, siblings: str, shape: str):
     assert error(LayerSkip(exit=1, siblings=siblings), rule, shape) < 1e-9
 
 
-HEAVY = ("multi-candidate", "k-seq")
+HEAVY = ("multi-candidate", "k-seq", "traversal")
 
 
 @pytest.mark.parametrize(
@@ -198,10 +197,13 @@ def test_dropping_the_token_that_stopped_the_draft_is_found(rule: str, siblings:
     assert error(faulty, rule, shape) > 0.01 and faulty.dropped
 
 
-@pytest.mark.parametrize("shape", ["chain(5)", "product(2,2,1)", "dynamic(4,2,7)"])
-@pytest.mark.parametrize(("options", "rows", "threshold"), [({"do_sample": False}, ROWS[:1], "auto"), (SAMPLED, ROWS[:2], 0.3)])
-def test_a_draft_that_stops_reads_every_token_once(shape: str, options: dict, rows: list[list[int]], threshold: float | str):
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    covered(["chain(5)", "product(2,2,1)", "dynamic(4,2,7)"], [({"do_sample": False}, ROWS[:1], "auto"), (SAMPLED, ROWS[:2], 0.3)], ways=1),
+)
+def test_a_draft_that_stops_reads_every_token_once(shape: str, how: tuple[dict, list[list[int]], float | str]):
     """And the text stays plain's, and the draft is shorter than without a threshold."""
+    options, rows, threshold = how
     subject = model()
     plain = Speculator(model(), "none", rule="match", execution="eager")
     speculator = Speculator(subject, LayerSkip(exit=2, threshold=threshold), rule="match", shape=shape, execution="eager")
@@ -539,7 +541,11 @@ COSTS = {1: 1.9e-4, **{layer: 1e-4 * layer for layer in range(2, 7)}}
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"), covered(["auto", "chain(3)", "product(2,2,1)", "dynamic(3,2,5)"], [{"do_sample": False}, SAMPLED], ways=1)
+    ("shape", "options"),
+    [
+        *covered(["auto", "chain(3)", "dynamic(3,2,5)"], [{"do_sample": False}, SAMPLED], ways=1),
+        pytest.param("product(2,2,1)", {"do_sample": False}, marks=pytest.mark.nightly),
+    ],
 )
 def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, monkeypatch: pytest.MonkeyPatch):
     """From the deepest one on; the text stays plain's while the exit changes in mid-run, and every layer reads every token once."""

@@ -121,7 +121,7 @@ def test_time_without_rows_does_not_count():
 OF_A_SEED = {"do_sample": True, "temperature": 0.9, "seed": 3, "max_new_tokens": 60}
 
 
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)", "auto"])
+@pytest.mark.parametrize("shape", [pytest.param("chain(3)", marks=pytest.mark.nightly), "product(2,2)", "auto"])
 def test_text_is_plain_while_it_searches(hasty, monkeypatch, shape):
     drafter, sets = DraftVerify("auto"), set()
     speculator = Speculator(clone(tiny()), drafter, shape=shape)

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from cover import covered
+from cover import by_turns, covered
 from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
 from helpers import alone, clone, generate, padded, plainly, repetitive, taught_head, tiny
 from safetensors.torch import save_file
@@ -261,7 +261,7 @@ def test_calibration_asks_for_what_is_drafted():
 # -- drafts -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", by_turns(SHAPES, 0))
 def test_texts_stay_what_they_are_and_drafts_get_better(shape):
     model = clone(tiny())
     head, rows = with_log_odds(copy(taught_head("medusa", steps=6))), repetitive()

@@ -32,10 +32,10 @@ def solo(family: str, seed: int, temperature: float) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("drafter", "temperature", "family", "seed"),
-    covered([name for name in drafter_names() if name != "none"], [0.7, 1.3], FAMILIES, SEEDS, ways=1),
+    covered([name for name in drafter_names()[::2] if name != "none"], [0.7, 1.3], FAMILIES, SEEDS, ways=1),
 )
 def test_speculative_equals_plain(drafter, temperature, family, seed):
-    """More seeds of each drafter are below."""
+    """More seeds of each drafter are below; the other drafters in test_architectures.py."""
     model, rows = tiny(family), repetitive()
     speculator = Speculator(model, drafter=make_drafter(drafter, family), rule="match", shape="chain(5)")
     expected = solo(family, seed, temperature)

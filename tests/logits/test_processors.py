@@ -12,6 +12,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from cover import covered
 from helpers import alone, generate, make_drafter, perturbed, prompts, repetitive, tiny
 from processor_cases import (
     CASES,
@@ -416,8 +417,10 @@ def test_a_foreign_processor_must_return_scores(bad):
         process([Pipeline.alone([bad], prompt_length=1)], random_logits(tree), NodeHistories(torch.tensor([[2]]), [1], tree))
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,2)", "dynamic(depth=3,k=2,total=6)"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    covered(["chain(4)", "product(2,2,2)", "dynamic(depth=3,k=2,total=6)"], [{}, {"do_sample": True}], ways=1),
+)
 def test_a_function_that_ends_with_the_text_is_never_asked_beyond_it(shape, options):
     """Rows are ragged: one that is almost over is drafted as deep as the others, and its function knows nothing of that."""
     rows = repetitive((14, 9, 11, 14))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cover import covered
 from helpers import random_tree
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 
@@ -263,8 +264,7 @@ def serve_more_and_more(session):
         session.step()
 
 
-@pytest.mark.parametrize("at", range(0, 20, 3))
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize(("drafter", "at"), covered(["prompt-lookup", "draft-model"], range(0, 20, 3), ways=1))
 def test_after_a_failed_allocation_the_session_goes_on(drafter, at, monkeypatch):
     drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
     speculator = Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)")

@@ -135,4 +135,4 @@ class Contents(RuleBasedStateMachine):
 
 
 TestContents = Contents.TestCase
-TestContents.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestContents.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

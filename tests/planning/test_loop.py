@@ -155,9 +155,14 @@ TABLES = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
     ("rule", "proposal", "shapes"),
     [
         ("block", "iid", CHAINS),
-        ("rejection", "iid", CHAINS),
+        pytest.param("rejection", "iid", CHAINS, marks=pytest.mark.nightly),
         ("traversal", "without-replacement", [TreeShape.chain(2), TreeShape.chain(0), TreeShape.product(2)]),
-        ("traversal", "iid", [TreeShape.product(2), TreeShape.chain(1), TreeShape.chain(0), TreeShape.chain(2)]),
+        pytest.param(
+            "traversal",
+            "iid",
+            [TreeShape.product(2), TreeShape.chain(1), TreeShape.chain(0), TreeShape.chain(2)],
+            marks=pytest.mark.nightly,
+        ),
         ("multi-candidate", "without-replacement", [TreeShape.product(2), TreeShape.chain(2), TreeShape.chain(0)]),
         ("match", "keyed", [TreeShape.product(2), TreeShape.chain(0), TreeShape.chain(2)]),
     ],

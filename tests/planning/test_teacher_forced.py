@@ -24,6 +24,7 @@ def test_rounds_are_those_of_speculative_decoding():
     random = np.random.default_rng(1)
     texts = [random.random(9), random.random(4), np.array([0.3])]
     found = expected_rounds(texts, 4)
+    assert found.shape == (3, 4)
     for line, text in zip(found, texts):
         for length, expected in enumerate(line, 1):
             counts = [drawn(text, length, random) for _ in range(4000)]

@@ -107,6 +107,7 @@ def test_texts_are_those_of_generate(url: str):
     ids = torch.tensor([speculator.tokenizer("the user")["input_ids"]])
     answer = post(url, prompt="the user", max_tokens=12, seed=3, temperature=0.7, top_p=0.9, n=2, return_token_ids=True)
     config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, eos_token_id=302, pad_token_id=303)
+    assert len(answer["choices"]) == 2
     for index, choice in enumerate(answer["choices"]):
         output = speculator.generate(ids, seed=[(3, index)], generation_config=config)
         assert choice["token_ids"] == output.sequences[0, ids.shape[1] :].tolist()

@@ -234,7 +234,8 @@ def raw(url: str, sent: bytes, *, timeout: float = 10) -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def test_large_bodies_are_refused_before_they_are_read(url: str):
+def test_large_bodies_are_refused_before_they_are_read(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(protect, "LINGER", 0.5)
     assert raw(url, HEAD + b"Content-Length: 100001\r\n\r\n").startswith(b"HTTP/1.1 413")
     chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
     for count in (4, 100):  # the answer must not be lost because bytes are unread when the server closes the connection

@@ -497,10 +497,9 @@ def alone(session: Session, choice: Choice) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "suffix", "none"])
+@pytest.mark.parametrize("drafter", ["prompt-lookup", pytest.param("suffix", marks=pytest.mark.nightly), "none"])
 def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
-    """They come at random times, a fifth of them leave, and each row that stays has the text that its seed gives it alone: 201 jobs with
-    three drafters."""
+    """They come at random times, a fifth of them leave, and each row that stays has the text that its seed gives it alone."""
     jobs, generator = random_jobs(), random.Random(drafter)
     speculator = Speculator(tiny(), drafter, self_test=False)
     stayed = 0

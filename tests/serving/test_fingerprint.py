@@ -145,6 +145,3 @@ def test_where_logits_depend_on_the_load_it_says_so_and_deterministic_refuses(ca
             with pytest.raises(ConfigurationError, match="--deterministic"):
                 Engine(speculator, Settings(deterministic=True))
     speculator.close()
-    other = SimpleNamespace(session=lambda **_: SimpleNamespace())
-    with pytest.raises(AttributeError):
-        Engine(other, Settings())  # type: ignore[arg-type]

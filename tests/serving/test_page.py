@@ -136,7 +136,7 @@ def passed(found) -> int:
     return sum(coin["coin"] < coin["probability"] for coin in found["coins"])
 
 
-@pytest.mark.parametrize("rule", ["block", "traversal"])
+@pytest.mark.parametrize("rule", [pytest.param("block", marks=pytest.mark.nightly), "traversal"])
 def test_a_guess_kept_with_a_later_one_is_said_to_be(browser, url, rule):
     """At 360 px as well all figures are to be seen; and a round says which rule and shape it belongs to."""
     body = {"prompt": "def mean(values):\n    return sum(", "rule": rule}
@@ -244,7 +244,7 @@ def test_live_has_recorded_what_happened_under_another_view(browser, url):
         page.get_by_text("no drafts").wait_for()
 
 
-@pytest.mark.parametrize("width", [360, 768, 1400])
+@pytest.mark.parametrize("width", [360, pytest.param(768, marks=pytest.mark.nightly), 1400])
 def test_every_view_fits_its_window(browser, url, width):
     with opened(browser, url, width=width, motion="reduce") as page:
         write(page)

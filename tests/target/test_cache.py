@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from architectures import build
+from cover import covered
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, prompts, repetitive, tiny, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,8 +56,7 @@ def assert_close(got, wanted):
 # -- what is committed ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["oracle", "draft-model", "ngram"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "drafter"), covered(FAMILIES, ["oracle", "draft-model", "ngram"], ways=1))
 def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(family, drafter):
     model, rows = tiny(family), repetitive((33, 20, 41))
     texts = [alone(model, row, max_new_tokens=16) for row in rows]
@@ -102,8 +100,7 @@ def random_tree(rows: int, nodes: int, seed: int, vocabulary: int = 128) -> Toke
     return TokenTree(torch.randint(3, vocabulary, (rows, nodes), generator=generator), parents)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", TREES)
+@pytest.mark.parametrize(("family", "implementation"), covered(TREES, ["sdpa", "eager"], ways=1))
 def test_a_branching_tree_scores_like_its_paths(family, implementation):
     model, texts = build(family, implementation), prompts((30, 17, 22))
     target, _ = open_target(model, texts)
@@ -199,8 +196,7 @@ def test_trees_of_any_shape(seed, nodes, rows):
 # -- prefill --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize(("family", "chunk"), covered(["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"], [1, 7, 16], ways=1))
 def test_chunks_equal_one_pass(family, chunk):
     model, texts = tiny(family), prompts((40, 3, 29))
     whole, expected = open_target(model, texts)
@@ -357,11 +353,9 @@ def test_a_long_context(length):
     speculator = Speculator(model, drafter="prompt-lookup", shape="chain(5)")
     lengths, chunks = [], []
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-    began = time.perf_counter()
     with watched(model, lambda kwargs: chunks.append(kwargs["input_ids"].shape[1])):
         out = speculator.generate(**padded([row]), max_new_tokens=8, pad_token_id=PAD)
     handle.remove()
     assert out.sequences[0, length:].tolist() == expected
     assert sum(chunks) >= length and max(chunks) == speculator.target.prefill_chunk
     assert max(lengths) <= 6 and out.stats.drafted > 0
-    assert time.perf_counter() - began < 60

@@ -71,7 +71,7 @@ MANY = [change if change in SOME else pytest.param(change, marks=NIGHTLY) for ch
 
 
 @pytest.mark.parametrize("change", MANY)
-@pytest.mark.parametrize("execution", ["eager", *PACKED])
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_next_call_has_the_model_as_it_is(execution, change):
     speculator, plain = pair(execution)
     before = follows(speculator, plain)

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 import pytest
 import torch
 from architectures import ARCHITECTURES, build_wide
-from cover import covered
+from cover import by_turns, covered, nightly_but
 from helpers import clone, generate, make_drafter, prompts, random_tree, repetitive, tiny
 from tape import Tape
 
@@ -35,6 +35,7 @@ SERVED = [name for name, entry in ARCHITECTURES.items() if entry.support != "ref
 STREAMS = {"gemma3n_text"}  # whose layers hand several streams to each other: only what the LM head reads is one vector
 LONGER = {"llama", "gemma3_text", "qwen3_next"}  # one of each sort decodes on after a row has joined
 BY_HEAD = {"gemma2", "gemma3n_text"}  # whose logits are capped behind the LM head
+REPLAYED = [(family, whole) for family in ("llama", "gemma3_text", "gpt2", "opt", "gemma2") for whole in (True, False)]
 needs_kernels = pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no kernels here")
 
 
@@ -170,7 +171,7 @@ def rigged(monkeypatch):
 # -- every execution --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", by_turns(SERVED, 0, always={*LONGER, *STREAMS, *BY_HEAD}))
 def test_every_family(family):
     """Trees through the cache of our own, chains by replay."""
     model = clone(model_of(family))
@@ -181,9 +182,13 @@ def test_every_family(family):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama wide", "qwen2 wide", "qwen3 wide", "mistral wide", "qwen2_window wide", "phi3 wide", "gemma3_text wide"]
+    ("family", "execution"),
+    covered(
+        ["llama wide", "qwen2 wide", "qwen3 wide", "mistral wide", "qwen2_window wide", "phi3 wide", "gemma3_text wide"],
+        ["packed", "native"],
+        ways=1,
+    ),
 )
-@pytest.mark.parametrize("execution", ["packed", "native"])
 def test_weights_that_are_laid_out(family, execution, rigged):
     """The whole decoder in one call of a kernel, layers that are one each, and products alone."""
     if execution == "native" and (why := native.refusal(torch.float32)):
@@ -213,7 +218,7 @@ def test_somebody_who_watches_a_decoder_in_one_call(rigged):
     check(target, "llama wide", every_feature("llama wide"), rounds=1)
 
 
-@pytest.mark.parametrize(("family", "whole"), covered(["llama", "gemma3_text", "gpt2", "opt", "gemma2"], [True, False], ways=1))
+@pytest.mark.parametrize(("family", "whole"), nightly_but({("gemma3_text", False), ("gemma2", True)}, REPLAYED))
 def test_passes_that_are_replayed(family, whole, monkeypatch):
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
     Tape.clear()
@@ -458,8 +463,7 @@ class ReadingLookup(Reads, PromptLookup):
     pass
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"])
+@pytest.mark.parametrize(("shape", "whole"), covered(["chain(3)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"], [True, False], ways=1))
 def test_feedback_brings_the_states_of_every_node_and_the_text_stays_the_same(shape, whole):
     rows = repetitive((23, 9, 15))
     drafter = ReadingModel(draft_of("llama")).reading((LAST, 1, 0), whole=whole)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from cover import by_turns
+from cover import nightly_but
 from helpers import generate, make_drafter, prompts, random_tree, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +39,8 @@ REFUSED = {  # every other family attends through FlexAttention
     "xglm": "AttributeError",
     "bloom": "bias by position",
 } | ({} if GPTJForCausalLM._supports_attention_backend else dict.fromkeys(("gptj", "codegen"), "TypeError"))  # before transformers 5.24
+# Of each kind of positions, attention and cache one; the others are nightly.
+ONE_OF_EACH = {"gemma3n_text", "gemma2", "gpt_oss", "mistral", "llama4_tuned", "deepseek_v3", "gpt_neox", "opt"}
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -91,7 +93,7 @@ def assert_attends_alike(plain: Target, flexed: Target, nodes: int, tolerance: f
 # -- every family -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", by_turns(NAMES, 0, always={"gemma3n_text"}, left_out=REFUSED))  # the others replay in test_graphs.py
+@pytest.mark.parametrize("name", nightly_but({(name,) for name in ONE_OF_EACH}, [(name,) for name in NAMES if name not in REFUSED]))
 def test_every_other_family_attends_as_it_did(name, untraced):
     plain, flexed = both(name, prefill_chunk=16)
     assert type(plain.backend) is Eager and plain.reasons.get("flex") == "attention='model' was asked for"
@@ -345,6 +347,7 @@ def test_tiles_fit_the_kernel_that_splits_the_keys(queries, shared):
 # -- compiled -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @torch.inference_mode()
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_on_a_cpu_it_reads_the_right_blocks():

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from cover import covered, nightly_but
 from helpers import alone, generate
 from kernel_cases import DTYPES, config_of, needs_kernels
 from kernel_cases import always as always  # a fixture
@@ -103,9 +104,7 @@ FORMATS = [
 
 @needs_kernels
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", FORMATS, ids=str)
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "how", "dtype"), covered(["qwen3_moe", "gpt_oss"], FORMATS, DTYPES), ids=str)
 def test_experts_at_their_bits(name, how, dtype, always, monkeypatch):
     """For some tokens, one, many that share an expert, and an expert that nobody takes."""
     inner = {"moe_intermediate_size": 96 if how.get("kind") == "nested" else 112} if name == "qwen3_moe" else {"intermediate_size": 96}
@@ -195,9 +194,18 @@ def test_without_kernels_experts_are_what_their_integers_stand_for(name, sums):
 
 @needs_kernels
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["int4", "int8"])
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    nightly_but(
+        {
+            ("qwen3_moe", "int4", torch.bfloat16),
+            ("qwen2_moe", "int8", torch.float32),
+            ("mixtral", "int8", torch.bfloat16),
+            ("gpt_oss", "int4", torch.float32),
+        },
+        [(name, kind, dtype) for name in INNER for kind in ("int4", "int8") for dtype in DTYPES],
+    ),
+)
 def test_whole_models(name, kind, dtype, always):
     pytest.importorskip("torchao.quantization")
     model = unquantised(name, dtype)

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import covered
 from kernel_cases import DTYPES, needs_kernels
 
 from foredraft.backends import native
@@ -164,9 +165,10 @@ def test_one_pass_over_many_tokens_and_one_for_each(kind, dtype):
             assert torch.equal(together[node], alone[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("root", [KEY_SEGMENT - 3, KEY_SEGMENT - len(TREE) + 1, 2 * KEY_SEGMENT - 6])
+@pytest.mark.parametrize(
+    ("root", "kind", "dtype"),
+    covered([KEY_SEGMENT - 3, KEY_SEGMENT - len(TREE) + 1, 2 * KEY_SEGMENT - 6], list(KINDS), DTYPES),
+)
 def test_a_node_of_a_tree_is_the_last_token_of_its_path(root, kind, dtype):
     tree = Text(8, root + len(TREE), len(TREE), tree=True)
     for threads in (1, 3):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import covered
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch import nn
 
@@ -62,9 +63,7 @@ def packed_bytes(packing):
     return sum(each.packed.nbytes for product, _, _ in packing._products for each in product.pieces or [product])
 
 
-@pytest.mark.parametrize("owned", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype", "owned"), covered(FAMILIES, [torch.float32, torch.bfloat16], [True, False]))
 def test_logits_are_the_same_and_the_model_is_given_back(family, dtype, owned, always):
     if not onednn_lays_out(dtype):
         pytest.skip(f"oneDNN has no layouts for {dtype} on this CPU")

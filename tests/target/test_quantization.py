@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from cover import covered
 from helpers import PAD, alone, generate, repetitive
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen2Config, Qwen3Config, TorchAoConfig
 
@@ -230,8 +231,7 @@ def test_products_round_where_torchao_rounds():
 
 @needs_kernels
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), covered(list(MODELS), DTYPES, ways=1))
 def test_whole_models_ragged_with_trees(name, dtype, always):
     texts = [[(7 * i + row) % 100 for i in range(length)] for row, length in enumerate((40, 3, 17))]
     kernels = Target(quantised(name, dtype), execution="native", owned=True)

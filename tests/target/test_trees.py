@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import nightly_but
 from helpers import prompts, random_tree
 
 from foredraft import TokenTree
@@ -12,6 +13,8 @@ from foredraft.target import Target
 
 TOLERANCE = 1e-4  # largest difference, relative to the largest logit
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
+NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
+TURNS = {(name, ARCHITECTURES[name].implementations[~turn % len(ARCHITECTURES[name].implementations)]) for turn, name in enumerate(NAMES)}
 LENGTHS = (30, 17, 22)
 
 
@@ -42,7 +45,7 @@ def check(name, implementation, nodes, seeds):
         texts = [text + tree.tokens[row, path].tolist() for row, (text, path) in enumerate(zip(texts, ends))]
 
 
-@pytest.mark.parametrize(("name", "implementation"), TREE)
+@pytest.mark.parametrize(("name", "implementation"), nightly_but(TURNS, TREE))  # test_architectures.py has the other ones
 def test_a_branching_tree_scores_like_its_paths(name, implementation):
     check(name, implementation, nodes=7, seeds=(1, 2))
 

@@ -144,7 +144,7 @@ def test_a_head_learns_and_acceptance_grows(data, tmp_path, kind):
         assert tree.tree.nodes == 3 and tree.accuracies[0][0] > 0.3
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("eagle3", marks=pytest.mark.nightly)])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(data, tmp_path, kind):
     whole, first = (fitted(data, tmp_path / each, kind, steps=6) for each in ("whole", "parts"))
     whole.train()

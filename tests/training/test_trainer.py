@@ -43,7 +43,7 @@ def same(one, other):
 # -- resuming ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [ToyHead, MedusaHead])
+@pytest.mark.parametrize("cls", [ToyHead, pytest.param(MedusaHead, marks=pytest.mark.nightly)])
 def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(data, tmp_path, cls):
     whole = trainer(data, tmp_path / "whole", cls=cls)
     whole.train()

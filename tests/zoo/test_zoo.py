@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 import torch
+from cover import by_turns
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -146,7 +147,7 @@ def test_the_target_reads_its_whole_context():
     assert losses[1500:].mean() < 0.5 * losses[: len(tokenizer(SOURCE).input_ids)].mean()
 
 
-@pytest.mark.parametrize("name", INFLATED)
+@pytest.mark.parametrize("name", by_turns(list(INFLATED), 1))
 def test_inflated_targets_say_what_the_targets_say(name):
     ids = zoo.load_tokenizer("python-8m")(SOURCE, return_tensors="pt").input_ids
     small, large = (zoo.load(each, dtype=torch.float32) for each in (INFLATED[name], name))
