@@ -300,3 +300,8 @@ def test_free_memory_is_what_the_machine_and_the_container_leave(tmp_path):
     assert free_memory(tmp_path) == 500 * 1024
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("400000\n")
     assert free_memory(tmp_path) == 120_000
+    version_1 = tmp_path / "sys/fs/cgroup/memory"
+    version_1.mkdir()
+    for name, content in {"limit_in_bytes": "50000", "usage_in_bytes": "30000", "stat": "cache 1\ntotal_inactive_file 2000\n"}.items():
+        (version_1 / f"memory.{name}").write_text(content)
+    assert free_memory(tmp_path) == 22_000

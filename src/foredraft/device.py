@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +21,17 @@ def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when ``device``, a GPU of whatever make or the CPU, has done all that it was told."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 SOFT = 1  # ``omp_pause_soft``
+CGROUPS = (  # where versions 2 and 1 say a container's limit, what it uses, and how much of that are files that can be dropped
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 SMALL = 1 << 21  # elements that one thread has worked through before a second one would have gained what it costs
 
 
@@ -98,12 +108,10 @@ def free_memory(root: Path = Path("/")) -> int | None:
         found = [1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
     except (OSError, KeyError):
         return None
-    try:
-        group = root / "sys/fs/cgroup"
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        found.append(max(0, limit - used + _numbers(group / "memory.stat")["inactive_file"]))
-    except (OSError, KeyError, ValueError):
-        pass  # no container, or one without a limit
+    for most, now, about, cached in CGROUPS:
+        with suppress(OSError, KeyError, ValueError):  # no container, or one without a limit
+            limit, used = (int((root / "sys/fs/cgroup" / name).read_text()) for name in (most, now))
+            found.append(max(0, limit - used + _numbers(root / "sys/fs/cgroup" / about)[cached]))
     return min(found)
 
 

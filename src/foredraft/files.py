@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,7 +36,8 @@ def replacing(path: str | Path, *, private: bool = False) -> Iterator[Path]:
         Path(name).unlink(missing_ok=True)
         raise
     if os.name == "posix":  # the new name as well
-        to_disk(path.parent)
+        with suppress(OSError):  # some file systems, such as VirtualBox's shared folders, cannot
+            to_disk(path.parent)
 
 
 def locked(path: Path, *, wait: bool) -> BinaryIO:
@@ -134,7 +135,7 @@ def _umask() -> int:
 
 def to_disk(path: str | Path) -> None:
     """Return when a file or a folder's names are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs what is open for writing
     try:
         os.fsync(handle)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ def parted(source: str) -> tuple[str, str | None]:
     """A path or a hub id, and the name of the GGUF file there that ``source`` names, or None."""
     if not source.endswith(".gguf"):
         return source, None
-    folder, _, name = source.rpartition("/")
+    folder, _, name = source.replace(os.sep, "/").rpartition("/")
     return folder or ".", name
 
 

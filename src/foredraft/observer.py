@@ -63,7 +63,7 @@ class Observer:
         self._tree: TokenTree | None = None
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
-        self._on_cuda, self._together = False, True
+        self._on_gpu, self._together = False, True
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Observer:
         self._processor = time.thread_time()
 
     def scored(self, logits: Tensor) -> None:
-        self._on_cuda = logits.is_cuda
+        self._on_gpu = logits.device.type != "cpu"
         self._times.append(time.perf_counter())
         if logits.device.type == "cpu":
             contention.add(self._times[-1] - self._times[-2], time.thread_time() - self._processor)
@@ -133,7 +133,7 @@ class Observer:
         assert sampler is not None
         self._count_layers()  # drafters may read something between rounds
         draft = drafted - planned + end - committed - self._asked
-        target = verified - drafted - (sampler.watch.seconds - self._asked) if self._on_cuda else scored - drafted
+        target = verified - drafted - (sampler.watch.seconds - self._asked) if self._on_gpu else scored - drafted
         self.stats.seconds["draft"] += draft
         self.stats.seconds["target"] += target
         # drafts by the target's own layers cost so little more than plain rounds that the planner's first searches would show
@@ -176,7 +176,7 @@ class Observer:
             draft=draft,
             target=target,
             rest=rest,
-            split=not self._on_cuda,
+            split=not self._on_gpu,
             shared=self.drafter.info.shares_target,
             static_parents=tree.static_parents if known else None,
             paths=[line.path for line in lines] if known else (),

@@ -74,23 +74,23 @@ def disjoint_pairs(texts: Sequence[tuple[int, ...]], lag: int) -> list[tuple[tup
 
 def over_the_vocabulary(vocab_size: int, draws: int, seed: int, device: torch.device) -> list[Statistic]:
     """Tokens drawn by the match race and by a fresh draw from one distribution, steep at the top as a model's is."""
-    p = torch.softmax(-1.2 * torch.arange(1, vocab_size + 1, dtype=torch.float64, device=device).log(), 0)
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed)).to(device)
+    p = torch.softmax(-1.2 * torch.arange(1, vocab_size + 1, dtype=torch.float64).log(), 0)  # on the CPU: MPS has no float64
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
     p = torch.empty_like(p).scatter_(0, order, p)  # likely tokens lie anywhere
     groups = {
         "from likely to unlikely": grouped(p, order),
-        "in the order of their ids": grouped(p, torch.arange(vocab_size, device=device)),
+        "in the order of their ids": grouped(p, torch.arange(vocab_size)),
     }
     race, fresh = [], []
     step = max(1, min(draws, NUMBERS // 16 // vocab_size))
     for first in range(0, draws, step):
         rows = range(first, min(draws, first + step))
         noise = Noise(torch.tensor([row_key((seed, row)) for row in rows], device=device), torch.tensor(rows, device=device) % 61)
-        weights = p.float().expand(len(rows), -1)
+        weights = p.float().to(device).expand(len(rows), -1)
         race.append(noise.race(weights[:, None], torch.zeros(len(rows), 1, dtype=torch.long, device=device))[:, 0])
         fresh.append(noise.draw(weights, Purpose.RESIDUAL))
     return [
-        chi_square(f"{name}, tokens {how}", group[torch.cat(tokens)].tolist(), law)
+        chi_square(f"{name}, tokens {how}", group[torch.cat(tokens).cpu()].tolist(), law)
         for name, tokens in (("match race", race), ("fresh draw", fresh))
         for how, (group, law) in groups.items()
     ]
@@ -100,7 +100,7 @@ def grouped(p: Tensor, order: Tensor) -> tuple[Tensor, dict[int, float]]:
     """``[V]`` the group of every token, neighbours in ``order`` with about the same probability together, and the groups' probabilities."""
     middle = p[order].cumsum(0) - p[order] / 2
     group = torch.empty_like(order).scatter_(0, order, (middle * GROUPS).long().clamp(max=GROUPS - 1))
-    mass = torch.zeros(GROUPS, dtype=p.dtype, device=p.device).index_add_(0, group, p).tolist()
+    mass = torch.zeros(GROUPS, dtype=p.dtype).index_add_(0, group, p).tolist()
     return group, {number: each for number, each in enumerate(mass) if each > 0}
 
 

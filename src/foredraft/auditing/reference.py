@@ -119,10 +119,10 @@ class Reference:
     def lead(self, ids: Tensor, logits: Tensor, seed: tuple[int, int], token: int, other: int) -> float:
         """By how much ``token`` beats ``other`` after ``ids`` ``[1, L]``: in log p + noise, or in score if greedy; inf if the
         processors rule ``other`` out."""
-        scores = self.scores(ids, logits[None])[0].double()
+        scores = self.scores(ids, logits[None])[0].cpu().double()  # MPS has no float64
         if self.sampled:
             noise = self._noise(ids, seed)
-            scores = scores - noise.exponentials(noise.words(Purpose.MATCH, 1), scores.shape[-1])[0, 0].double().log()
+            scores = scores - noise.exponentials(noise.words(Purpose.MATCH, 1), scores.shape[-1])[0, 0].cpu().double().log()
         return float(scores[token] - scores[other])
 
     def _noise(self, ids: Tensor, seed: tuple[int, int]) -> Noise:

@@ -77,8 +77,8 @@ class Tally:
         outcome = features.gather(2, tokens[:, None, None].expand(-1, features.shape[1], 1))[..., 0]
         second = torch.einsum("gjv,gkv->jk", features * p[:, None], features)
         self.tokens += len(tokens)
-        self.total[position] += (outcome - expected).double().sum(0).cpu()
-        self.covariance[position] += (second - expected.T @ expected).double().cpu()
+        self.total[position] += (outcome - expected).cpu().double().sum(0)  # MPS has no float64
+        self.covariance[position] += (second - expected.T @ expected).cpu().double()
         self._plant(features, p, q, expected)
         return outcome - expected
 
@@ -90,11 +90,11 @@ class Tally:
             distance = (leak - p).abs().sum(-1) / 2
             chance = torch.where(distance > 0, self.bias / distance.clamp(min=1e-9), 0).clamp(max=1)  # [G]
             self.distance[index] += float((chance * distance).sum())
-            self.shift[index] += (chance[:, None] * ((features * leak[:, None]).sum(-1) - expected)).double().sum(0).cpu()
+            self.shift[index] += (chance[:, None] * ((features * leak[:, None]).sum(-1) - expected)).cpu().double().sum(0)
             hit = torch.rand(fresh.shape, generator=self._generator).to(p.device) < chance[:, None]
             tokens = torch.where(hit, self._draw(leak), fresh)  # [G, TRIALS]
             outcomes = features.gather(2, tokens[:, None].expand(-1, features.shape[1], -1)) - expected[..., None]
-            self.planted[index] += outcomes.double().sum(0).T.cpu()
+            self.planted[index] += outcomes.cpu().double().sum(0).T
 
     def _draw(self, p: Tensor) -> Tensor:
         """``[G, TRIALS]`` tokens from p ``[G, V]``, by its cumulative distribution."""

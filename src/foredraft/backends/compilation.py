@@ -228,10 +228,9 @@ def refusal(model: nn.Module, chains_only: str | None) -> str | None:
 
 def _no_compiler() -> str | None:
     from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
-    except (InvalidCxxCompiler, OSError) as error:
+    except (RuntimeError, OSError) as error:  # InvalidCxxCompiler is one; Windows has others
         return f"torch.compile needs a C++ compiler, and {first_line(error)}"
     return None

@@ -113,13 +113,13 @@ class Exits:
         )
         ours = target.read_out(states).view(len(self.layers), count, -1).to(logits.device)  # [layers, count, V]
         theirs = logits[rows, nodes]
-        self._add(True, (ours.argmax(-1) == theirs.argmax(-1)).double())
+        self._add(True, ours.argmax(-1) == theirs.argmax(-1))
         if not self.greedy:
             chances = torch.minimum(ours.float().softmax(-1), theirs.float().softmax(-1)).sum(-1)
-            self._add(False, chances.nan_to_num().double())  # a row that failed has NaN, which would stay for ever
+            self._add(False, chances.nan_to_num())  # a row that failed has NaN, which would stay for ever
 
     def _add(self, greedy: bool, right: Tensor) -> None:
         """``[layers, count]`` chances of being accepted."""
         memory = MEMORY ** right.shape[1]
         self._seen[greedy] = memory * self._seen[greedy] + right.shape[1]
-        self._right[greedy] = memory * self._right[greedy] + right.sum(1).cpu()
+        self._right[greedy] = memory * self._right[greedy] + right.cpu().double().sum(1)  # MPS has no float64

@@ -178,5 +178,5 @@ def weigh_log_odds(
         logits = head.logits(states, k).float()
         odds = whole.added(torch.zeros_like(logits), above, k)
         for index, weight in enumerate(WEIGHTS):
-            spent[k, index] += cross_entropy(logits + weight * odds, tokens, reduction="sum").double().cpu()
+            spent[k, index] += cross_entropy(logits + weight * odds, tokens, reduction="sum").cpu().double()
     return counted.weighed([WEIGHTS[int(line.argmin())] for line in spent])

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.device import one_thread
+from foredraft.device import one_thread, wait_for
 from foredraft.errors import ConfigurationError
 
 from .histories import NodeHistories, put, take
@@ -242,8 +242,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, device: torch.device) -> Iterator[None]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         begin = time.perf_counter()
         try:
             yield

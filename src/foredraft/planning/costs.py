@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.device import wait_for
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
@@ -289,10 +290,10 @@ class Measurement:
         self.long_texts = ids
 
     def timed(self, name: Any, call: Callable[[], object]) -> float:
-        _wait(self.target.device)
+        wait_for(self.target.device)
         begin = self.clock()
         call()
-        _wait(self.target.device)
+        wait_for(self.target.device)
         spent = self.clock() - begin
         self.times.setdefault(name, []).append(spent)
         return spent
@@ -477,8 +478,3 @@ class Measurement:
     @staticmethod
     def _no_history() -> Tensor:
         raise AssertionError("no processor reads a history here")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -24,6 +24,8 @@ class Files(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
+        if path.endswith(".js"):  # the registry of Windows may say text/plain, and no browser runs such a module
+            response.headers["content-type"] = "text/javascript; charset=utf-8"
         return response
 
 

@@ -33,7 +33,7 @@ def log_to_stderr() -> None:
 def warm_up(speculator: Speculator, engine: Engine) -> None:
     """What no request should wait for: the machine is measured, for one row and for many, where no profile is stored; and the fingerprint
     is worked out."""
-    assert engine.fingerprint
+    _ = engine.fingerprint  # no assert, which python -O leaves out
     for rows in dict.fromkeys((1, engine.settings.max_rows)):
         session = speculator.session(repeatable=engine.settings.repeatable, wait=True)
         for _ in range(rows):

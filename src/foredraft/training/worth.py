@@ -104,7 +104,7 @@ class DraftHeld(Held):
                 accepted = (of_q - of_p).exp().clamp(max=1)
             else:
                 accepted = q.argmax(-1) == tokens[:, 0]
-            chances.append(accepted.double().cpu().numpy())
+            chances.append(accepted.cpu().double().numpy())
         return Forced(chances, tuple(alphas), tuple(agreeing))
 
 
