@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class Side:
         command = [sys.executable, __file__, "--worker", "--threads", str(threads)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, env=environment, text=True, **pipes)  # type: ignore[call-overload]
-        asked = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        asked = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]  # the commit, and whether files differ from it
         self.commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
 
     def run(self, name: str, turn: int) -> list[float]:
@@ -121,6 +122,8 @@ def main() -> None:
     if arguments.worker:
         serve(arguments.threads)
         return
+    from benchmarks.environment import cpu_model
+
     sides = [Side(arguments.old.resolve(), arguments.threads), Side(arguments.new.resolve(), arguments.threads)]
     names = [name for name in CELLS if arguments.cells in name]
     calls: dict[str, list[list[list[float]]]] = {name: [] for name in names}
@@ -142,7 +145,8 @@ def main() -> None:
     middle, low, high = interval(pooled)
     lines.append(f"| all cells | {middle:.3f} | {low:.3f}–{high:.3f} | | |")
     about = f"{sides[1].commit} over {sides[0].commit}; {arguments.turns} turns; {arguments.threads} threads; "
-    about += f"{'CPU seconds' if arguments.cpu else 'seconds'}; Python {platform.python_version()}"
+    about += f"{'CPU seconds' if arguments.cpu else 'seconds'}; torch {version('torch')}, transformers {version('transformers')}, "
+    about += f"Python {platform.python_version()}; {cpu_model()}"
     text = "\n".join([f"# Two commits in turns\n\n{about}.\n", *lines, ""])
     print(text)
     if arguments.out:

@@ -88,7 +88,7 @@ def from_file(path: Path) -> list[Prompt]:
     if path.suffix != ".jsonl":
         return [Prompt(f"{path.stem}-{number}", path.stem, (text,)) for number, text in enumerate(read_prompts(None, path), 1)]
     try:
-        lines = path.read_bytes().decode("utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8").split("\n")
     except OSError as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -305,7 +305,7 @@ class Distill(Suite[Settings]):
             for index, ids in enumerate(given):
                 for temperature in (GREEDY, SAMPLED):
                     for name in sorted(sides, reverse=bool((index + repeat) % 2)):
-                        made, seconds = timed(sides[name], ids, temperature, settings.tokens)
+                        made, seconds = timed(sides[name], ids, temperature, settings.tokens, seed=index)
                         if repeat >= 0:
                             self.timings.append(Timed(name, temperature, index, repeat, made, seconds))
         for side in sides.values():
@@ -468,9 +468,10 @@ def answered(
     return found
 
 
-def timed(side: Speculator, ids: Sequence[int], temperature: float, tokens: int) -> tuple[int, float]:
-    """New tokens, and the seconds that they took."""
+def timed(side: Speculator, ids: Sequence[int], temperature: float, tokens: int, *, seed: int) -> tuple[int, float]:
+    """New tokens, and the seconds that they took; sampled from all of the distribution."""
     begin = time.perf_counter()
-    asked = {"do_sample": temperature > 0, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    asked = {**sampling, "seed": seed, "repeatable": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
     out = side.generate(torch.tensor([list(ids)], device=side.model.device), **asked)
     return out.sequences.shape[1] - len(ids), time.perf_counter() - begin

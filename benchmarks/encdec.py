@@ -293,8 +293,9 @@ class Findings(Comparison):
                 calls = self.calls(scenario=scenario(task, how))
                 where = scenario(task, how)
                 if how == GREEDY:
-                    theirs = self.names(DRAFT, self.run.settings.peers)
                     same = [each for each in self.names(DRAFT, OURS) if self.methods[each].length]
+                    lengths = {self.methods[each].length for each in same}
+                    theirs = [each for each in self.names(DRAFT, self.run.settings.peers) if self.methods[each].length in lengths]
                     name = f"{where}: tokens/s over transformers' assisted generation, same draft and γ"
                     found.append(self.over(name, ASSISTED.get(self.dtype, 1.0), same, theirs, calls.rate, digits=1))
                     plain = self.names(PLAIN, self.run.settings.peers)

@@ -186,7 +186,7 @@ class Kernels(Suite[Settings]):
     def _read(self) -> float:
         """Bytes per second of a large read by as many threads."""
         buffer = torch.rand(READ // 4, device=self.settings.device)
-        buffer.sum()
+        buffer.sum().item()
         begin = time.perf_counter()
         buffer.sum().item()
         return READ / (time.perf_counter() - begin)

@@ -314,7 +314,7 @@ class Side:
             self.process.stdin.write(json.dumps({"what": what, **self.asked, **given}) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # it has ended, or had ended before
             line = ""
         if not line:
             self.process.wait()

@@ -235,11 +235,12 @@ class SelfSpeculation(PeerSuite[Settings]):
         found = next((each for each in self.accepted if (each.side, each.exit) == (side, exit)), None)
         return None if found is None or not sum(found.accepted) else share(found.accepted, found.rounds)
 
-    def findings(self) -> dict[str, SelfFindings]:
-        return {target: SelfFindings(self, target, dtype) for target in self.settings.targets for dtype in self.settings.dtypes}
+    def findings(self, *targets: str) -> list[SelfFindings]:
+        """Of each target, or of ``targets``, in every dtype."""
+        return [SelfFindings(self, target, dtype) for target in targets or self.settings.targets for dtype in self.settings.dtypes]
 
     def figures(self) -> list[Figure]:
-        settings, found, by_target = self.settings, list[Figure](), self.findings()
+        settings, found = self.settings, list[Figure]()
         if settings.includes("exits"):
             bits = ratio(self.bits_per_byte(DEEP), self.bits_per_byte(UNTRAINED))
             here, there = self.agreement(DEEP, f"exit {EARLY}"), self.agreement(UNTRAINED, f"exit {EARLY}")
@@ -249,17 +250,18 @@ class SelfSpeculation(PeerSuite[Settings]):
                 figure(f"{name}, over that of the model without the recipe", ratio(here, there), low=OVER_UNTRAINED),
                 figure(name, here, low=AGREES),
             ]
-        found += by_target[WIDE].figures()
+        found += [each for one in self.findings(WIDE) for each in one.figures()]
         if settings.includes("frozen"):
             over = ratio(self.length(BEHIND_ATTENTION, EARLY), self.length(BARE, EARLY))
             found.append(
                 figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, {BEHIND_ATTENTION}, over bare", over, low=OVER_BARE)
             )
-        return found + by_target[SHALLOW].worst()
+        return found + [each for one in self.findings(SHALLOW) for each in one.worst()]
 
     def tables(self) -> list[Table]:
         made = [figures(self.figures()), *self._exit_tables(), *self._frozen_tables()]
-        for target, comparison in self.findings().items():
+        for comparison in self.findings():
+            target = comparison.where if len(self.settings.dtypes) > 1 else comparison.target
             for scenario in dict.fromkeys(each.scenario for each in comparison.mine):
                 calls = comparison.calls(scenario=scenario)
                 made.append(speed(f"{scenario.capitalize()}, {target}", calls))

@@ -9,6 +9,7 @@ server that does not start or fails is a row that says so. All servers stay load
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 from benchmarks import report as reports
 from benchmarks import serve_figures
 from benchmarks.figures import Figure
-from benchmarks.peer_process import PeerError
+from benchmarks.peer_process import FOREDRAFT, PeerError, variables, with_threads
 from benchmarks.report import Table
 from benchmarks.serve_load import Load, Tool, quantile
 from benchmarks.serve_plan import FIGURES, OURS, SIDES, Number, Rate, Run, ServeSettings
@@ -30,6 +31,7 @@ from foredraft.errors import ConfigurationError
 PROMPTS = Path(__file__).with_name("serve_prompts.jsonl")
 DIRECT = "session"
 CLIENTS = (1, 4, 16)
+ALIKE = ("device", "threads", "target", "draft", "dtype", "length", "tokens", "prompts")  # settings of all records on a page
 SLOW = 0.75  # a peer's mode that is slower than this share of its best one in the warm-up can not be its best
 
 
@@ -73,12 +75,22 @@ class Serve(Suite[ServeSettings]):
                 server.close()
 
     def _keep(self, path: Path) -> None:
-        """The records of an earlier run, of what is not measured now; not its failures."""
-        document, chosen = reports.load(path), self.settings.chosen
+        """The records of an earlier run, of what is not measured now, and what failed there.
+
+        Raises:
+            ConfigurationError: it was run with other settings.
+        """
+        document, chosen, only = reports.load(path), self.settings.chosen, self.settings.only
         former: Any = type(self).read(document)
+        if other := [name for name in ALIKE if getattr(former.settings, name) != getattr(self.settings, name)]:
+            raise ConfigurationError(f"--earlier names a run with other settings: {', '.join(other)}; their records do not mix")
         self.runs += [each for each in former.runs if each.cell not in chosen]
         self.rates += [] if "latency" in chosen else former.rates
         self.numbers += [each for each in former.numbers if each.cell.split()[0].rstrip(",") not in chosen]
+        for each in former.failures:
+            cell = {each.method, each.stage.partition(",")[0]} & {*chosen}
+            again = each.method.partition("-")[0] in only if each.stage == "start" else cell
+            self.failures += [] if again else [each]
         about, kept = document["environment"], len(self.runs) + len(self.rates) + len(self.numbers)
         self.numbers.append(Number("records of an earlier run", 0, kept, f"{about['date']}, commit {about['commit']}"))
 
@@ -103,8 +115,10 @@ class Serve(Suite[ServeSettings]):
         """What the load tool's method ``load`` comes to while only that server runs.
 
         Raises:
-            PeerError: requests were neither finished nor refused.
+            PeerError: the server is not there, or requests were neither finished nor refused.
         """
+        if mode.process not in self.servers:
+            raise PeerError(f"{mode.process} was not started")
         server = self.servers[mode.process]
         server.resume()
         try:
@@ -196,9 +210,12 @@ class Serve(Suite[ServeSettings]):
         settings = self.settings
         for side in [side for side in settings.only if side != OURS]:
             with self._noted(side, "latency"):
-                capacities = {mode: self._capacity(mode).requests for mode in self.modes if mode.side == side}
-                if not capacities:
+                modes = [mode for mode in self.modes if mode.side == side]
+                if not modes:
                     raise PeerError("it has not started")
+                for mode in (MODES[0], *modes):
+                    self._capacity(mode)  # to warm up: all that follows meets prompts that are cached
+                capacities = {mode: self._capacity(mode).requests for mode in modes}
                 best = max(capacities, key=lambda mode: capacities[mode])
                 rate = 0.75 * capacities[best]
                 for turn in range(settings.turns):
@@ -218,6 +235,7 @@ class Serve(Suite[ServeSettings]):
         long = ("\n\n".join(self.texts) * 8)[: 3 * self.settings.long]  # three characters a token and more
         tokens = 4 * self.settings.tokens
         bodies = [{**body, "max_tokens": tokens} for body in self.bodies(4, 0.0)]
+        self._ask(MODES[0], "beside", (bodies, 4, None, 1.0))  # to warm up
         for turn in range(self.settings.turns):
             text = f"# {turn}\n{long}"  # new each time, so that no beginning is shared
             guest = {"prompt": text, "max_tokens": 2, "temperature": 0.0, "seed": 0}
@@ -233,8 +251,8 @@ class Serve(Suite[ServeSettings]):
     def _overload(self) -> None:
         """Ten times the capacity, for minutes."""
         settings = self.settings
-        server, bodies = self.servers[OURS], self.bodies(len(self.texts), 0.0)
-        alone = self._ask(MODES[0], "closed", (bodies, 1))
+        bodies = self.bodies(len(self.texts), 0.0)
+        alone, server = self._ask(MODES[0], "closed", (bodies, 1)), self.servers[OURS]
         texts = [each.text for each in alone.asked]
         capacity = self._capacity(MODES[0])  # of prompts that are cached, as they are in the overload
         self._ask(MODES[0], "open", (bodies, 10 * capacity.requests, settings.overload / 10, 1))  # its memory fills up
@@ -297,7 +315,9 @@ class Direct:
     def __init__(self, settings: ServeSettings):
         given = {"target": settings.target, "draft": settings.draft, "dtype": settings.dtype, "threads": settings.threads}
         command = [sys.executable, "-m", "benchmarks.serve_session"]
-        self.running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        alike = {**variables(FOREDRAFT, settings.peers_folder), **with_threads(FOREDRAFT, settings.threads)}  # as the server has them
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.running = subprocess.Popen(command, env={**os.environ, **alike}, **pipes)
         self._send(given)
 
     def __enter__(self) -> Direct:

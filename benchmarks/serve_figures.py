@@ -65,7 +65,7 @@ def ratio(suite: Any, cell: str, clients: int, temperature: float, ours: Side, o
 
 
 def over_best(suite: Any, clients: int, temperature: float, low: float) -> Figure:
-    """Ours over the best mode of the best peer; ours in its best mode too, which is the default unless drafting costs."""
+    """Ours as it comes, which drafts where that pays, over the best mode of the best peer."""
     found = rates(suite, "throughput", clients, temperature)
     peers = {side: median(values.values()) for side, values in found.items() if side[0] != "ours"}
     name = f"tokens/s over the best peer, {who(clients)}, {MODES[temperature]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,4 +165,4 @@ def arrivals(rate: float, seconds: float, seed: int) -> Iterator[float]:
 def quantile(values: Sequence[float], share: float) -> float:
     """The least value that ``share`` of ``values`` do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

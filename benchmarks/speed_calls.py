@@ -174,12 +174,12 @@ class Calls:
         return self._quotient(name, lambda each: each.split.get(part), lambda each: each.rounds)
 
     def first_token(self, name: str) -> float | None:
-        times = [each.times[0] for each in self.by_method.get(name, ()) if each.times]
+        times = [each.times[0] for each in self.by_method[name] if each.times] if name in self.finished else []
         return float(np.median(times)) if times else None
 
     def percentiles(self, name: str) -> tuple[float, ...] | None:
         """Seconds between one token and the next, at ``PERCENTILES``; tokens of one round come together."""
-        gaps = [gap for each in self.by_method.get(name, ()) for gap in np.diff(each.times)]
+        gaps = [gap for each in self.by_method[name] for gap in np.diff(each.times)] if name in self.finished else []
         return tuple(float(value) for value in np.percentile(gaps, PERCENTILES)) if gaps else None
 
     def equal(self, name: str, reference: bool = False) -> tuple[int, int, int | None]:

@@ -7,6 +7,7 @@ a finished run back, and a committed report can be written again from its raw da
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin, get_type_hints
@@ -171,14 +172,16 @@ def machine(environment: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it; floats are rounded to nanoseconds."""
+    """``value`` as JSON has it; floats are rounded to nanoseconds, and an interval without an end has none."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    return round(value, DIGITS) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return round(value, DIGITS) if math.isfinite(value) else None
+    return value
 
 
 def record(kind: type[Any], entry: Mapping[str, Any]) -> Any:

@@ -75,3 +75,9 @@ def test_files_that_can_not_be_read(tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
     with pytest.raises(ConfigurationError, match="not UTF-8"):
         datasets.read(str(tmp_path / "latin.jsonl"))
+
+
+def test_separators_of_lines_inside_a_text_are_text(tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\n'.encode())
+    assert [each.turns for each in datasets.read(str(path))] == [("a\u2028b\u0085c",), ("d",)]

@@ -1,8 +1,10 @@
 """The distill suite: which cells it runs and goes on with, how it chooses, and that its figures follow from what was measured."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import distill, report
@@ -122,3 +124,19 @@ def test_what_was_measured_lies_in_the_folder_of_the_cell(faked, tmp_path):
     faked(losses=("fkl",), shares=(0.0,), full=0)
     document = json.loads((tmp_path / "work" / "short-fkl-0-0" / "measured.json").read_text())
     assert document["trained"]["cell"] == REFERENCE and len(document["answers"]) == 2 * 2 * 2 // 2
+
+
+def test_both_drafts_write_with_the_same_seed_from_all_of_the_distribution():
+    class Side:
+        model = SimpleNamespace(device="cpu")
+
+        def generate(self, ids, **asked):
+            self.asked = asked
+            return SimpleNamespace(sequences=torch.zeros(1, ids.shape[1] + 4))
+
+    side = Side()
+    assert distill.timed(side, [1, 2, 3], SAMPLED, 4, seed=7)[0] == 4
+    wanted = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 7, "repeatable": False}
+    assert side.asked.items() >= wanted.items()
+    distill.timed(side, [1, 2, 3], GREEDY, 4, seed=7)
+    assert side.asked["do_sample"] is False and "top_k" not in side.asked

@@ -13,6 +13,7 @@ from benchmarks import checkpoints
 from benchmarks.encdec import BIGRAM, GREEDY, NOISE, SAMPLED, EncDec, EncDecBlock, HearingBlock, Settings, cells, methods, scenario
 from benchmarks.peer_process import PeerError
 from benchmarks.speed_calls import Curve, Measurement
+from benchmarks.speed_plan import Method
 from foredraft import ConfigurationError
 from foredraft.loading import load_tokenizer
 
@@ -160,6 +161,13 @@ def claimed():
         for temperature, draft in drafts.items()
     ]
     return run
+
+
+def test_drafts_of_another_length_are_not_compared(claimed):
+    claimed.methods.append(Method("transformers", "draft", "γ=3", 3))
+    claimed.measurements.append(call("transformers draft, γ=3", 0.5, scenario("ast", GREEDY)))
+    figure = next(each for each in claimed.figures() if "same draft and γ" in each.name)
+    assert figure.how.endswith("transformers draft, γ=5 4.4") and figure.spread.median == pytest.approx(2.5)
 
 
 def test_figures(claimed):

@@ -1,11 +1,13 @@
 """The suite ``memory``: what its worker counts, and what the report makes of records."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from kernel_cases import needs_kernels
 
-from benchmarks.memory import PAGES, PRESENT, VLLM, Count, FirstToken, Memory, MemorySettings, Turn, WorkerError
+from benchmarks.memory import PAGES, PRESENT, VLLM, Count, FirstToken, Memory, MemorySettings, Side, Turn, WorkerError
 from benchmarks.memory_worker import PAGE, Worker, pools_of, prefixes
 from foredraft.errors import ConfigurationError
 
@@ -96,3 +98,13 @@ def test_a_family_without_pages_is_no_measurement():
 def test_a_checkout_to_compare_with_is_asked_for():
     with pytest.raises(ConfigurationError, match="--present needs a checkout"):
         Memory(MemorySettings()).run()
+
+
+def test_a_side_that_has_ended_says_so_each_time():
+    side = Side.__new__(Side)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    side.asked, side.process = {}, subprocess.Popen([sys.executable, "-c", "raise SystemExit('out of memory')"], text=True, **pipes)
+    with side:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="exit code 1: out of memory"):
+                side.ask("trace")

@@ -360,6 +360,15 @@ def test_claims_by_hand(claimed):
     ]
 
 
+def test_every_dtype_is_reported(claimed):
+    claimed.settings = replace(claimed.settings, dtypes=("bfloat16", "float32"))
+    claimed.measurements += [replace(each, dtype="float32") for each in claimed.measurements]
+    found = [each.name for each in claimed.figures() if each.name.endswith("text: tokens/s of layer-skip over plain")]
+    for target in (WIDE, SHALLOW):
+        assert {f"{target} {dtype}: text: tokens/s of layer-skip over plain" for dtype in ("bfloat16", "float32")} <= {*found}
+        assert {f"Text, {target}, {dtype}" for dtype in ("bfloat16", "float32")} <= {each.title for each in claimed.tables()}
+
+
 def test_what_was_not_measured_is_not_met(claimed):
     claimed.measurements, claimed.bits, claimed.accepted, claimed.agreements = [], [], [], []
     assert {each.verdict for each in claimed.figures()} == {"not measured"}

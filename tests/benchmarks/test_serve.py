@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from fake_openai import FIELDS, FakeServer, serve
 
+from benchmarks import report
+from benchmarks.peer_process import PeerError
 from benchmarks.serve import PROMPTS, Serve
-from benchmarks.serve_load import Tool, arrivals, quantile
+from benchmarks.serve_load import Asked, Load, Tool, arrivals, quantile
 from benchmarks.serve_plan import FIGURES, Number, Rate, Run, ServeSettings
-from benchmarks.serve_servers import Server
+from benchmarks.serve_servers import MODES, Server
+from benchmarks.suite import Failure
 from foredraft.errors import ConfigurationError
 
 
@@ -58,6 +61,7 @@ def test_what_goes_wrong_is_a_problem_and_no_time():
 
 def test_quantiles_are_values():
     assert quantile([3, 1, 2], 0.99) == 3 and quantile([3, 1, 2], 0.5) == 2
+    assert quantile(range(1, 101), 0.99) == 99  # and not the largest
 
 
 def suite(**settings: Any) -> Serve:
@@ -99,3 +103,43 @@ def test_unknown_names_are_refused(given: dict[str, Any]):
 def test_half_of_the_prompts_are_to_copy():
     kinds = [json.loads(line)["kind"] for line in PROMPTS.read_text().splitlines()]
     assert kinds == ["copying"] * 8 + ["free"] * 8 and all(hasattr(Serve, f"_{name}") for name in FIGURES)
+
+
+def test_failures_of_an_earlier_run_stay_until_they_are_measured_again(tmp_path: Path):
+    former = suite()
+    former.runs.append(Run("throughput", "ours", "draft", 1, 0.0, 0, 10, 1, 1.0, 0.1))
+    for about in (("vllm-plain", "start"), ("ours", "start"), ("llamacpp: draft", "throughput, 4 clients"), ("join", "run")):
+        former.failures.append(Failure(*about, "why"))
+    path = tmp_path / "serve.json.gz"
+    report.save(path, former.document(command="x", environment={"date": "then", "commit": "c"}))
+    run = suite(only=("ours",), chosen=("join",), earlier=path)
+    run._keep(path)
+    assert [each.method for each in run.failures] == ["vllm-plain", "llamacpp: draft"] and len(run.runs) == 1
+    with pytest.raises(ConfigurationError, match="other settings: tokens"):
+        suite(tokens=64)._keep(path)
+
+
+def test_a_cell_whose_server_is_not_there_fails_alone():
+    run = suite()
+    run.servers, run.modes, run.texts = {}, [], ["a", "b"]
+    for cell in (run._join, run._overload):
+        with pytest.raises(PeerError, match="ours was not started"):
+            cell()
+
+
+def test_what_is_compared_has_been_warmed_up(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def ask(self: Serve, mode: Any, load: str, given: Any) -> Load:
+        asked.append((mode.side, load))
+        chunks = (1.0, 1.0 + len(asked), 3.0 + len(asked))
+        return Load(1.0, 0.1, [Asked(number, 0.0, 1.0, 2.0, 3, "done", chunks) for number in range(4)])
+
+    monkeypatch.setattr(Serve, "_ask", ask)
+    run = suite(only=("ours", "llamacpp"), turns=1)
+    run.texts, run.modes = ["a", "b"] * 8, [mode for mode in MODES if mode.side == "llamacpp"]
+    run._join()
+    assert [load for _, load in asked] == ["beside"] * 3 and len(run.numbers) == 1
+    asked.clear()
+    run._latency()
+    assert [side for side, load in asked if load == "closed"] == ["ours", *["llamacpp"] * 4] and len(run.rates) == 2

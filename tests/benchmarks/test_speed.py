@@ -150,6 +150,7 @@ def test_bandwidth_is_paired_with_the_read_beside_it():
 def test_a_method_that_missed_a_call_has_no_figures():
     calls = Calls([call(PLAIN, index, 0) for index in range(2)] + [call(AUTO, 0, 0)])
     assert calls.finished == [PLAIN] and calls.rate(AUTO) is None
+    assert calls.first_token(AUTO) is None and calls.percentiles(AUTO) is None
     assert best([PLAIN, AUTO], calls.rate)[0] == PLAIN
 
 
@@ -524,6 +525,25 @@ def test_adapters_of_this_environment(side, work):
     assert texts["plain"] == texts["draft"] == texts["lookup"]
     two = one.generate(name="plain", ids=[list(range(10, 40)), list(range(20, 30))], tokens=4, temperature=0.0, seed=0)
     assert [len(row) for row in two["ids"]] == [4, 4] and two["ids"][0] == texts["plain"][0][:4]
+
+
+def test_transformers_is_not_slowed_by_being_watched_on_a_gpu(work, monkeypatch):
+    """Nobody waits for single passes there, and what is compiled is compiled without hooks."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("adapter_watched", ADAPTERS / "transformers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    one, waits = module.Engine(), []
+    one.start(threads=1, device="cpu", folder="")
+    target = str(checkpoints.written("zoo:python-1m", work).path)
+    for mode in ("plain", "compiled"):
+        one.load(name=mode, checkpoint=target, draft=None, dtype="float32", mode=mode, length=0, ngram=3, options={})
+    one.device = "cuda"  # as far as it knows
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    plain, compiled = (one.generate(name=mode, ids=[[5, 6, 7]], tokens=4, temperature=0.0, seed=0) for mode in ("plain", "compiled"))
+    assert len(waits) == 2 * 2 and plain["passes"] == 4 and "split" not in plain
+    assert "passes" not in compiled and len(compiled["times"]) == 4
 
 
 def test_the_cost_curve_is_measured(work, monkeypatch):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import datasets, suites
 from benchmarks.cli import app
+from benchmarks.suite import plain
+from foredraft.estimates import Spread
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +54,8 @@ def test_a_completion_ends_behind_a_docstring(folder):
 def test_the_command(tmp_path):
     done = CliRunner().invoke(app, ["suites", "--out", str(tmp_path)])
     assert done.exit_code == 0 and "edit.jsonl: 12 prompts" in done.stdout
+
+
+def test_an_interval_without_an_end_can_be_written_down():
+    found = plain({"spread": Spread(1.5, 0.5, float("inf")), "shares": [float("nan"), 0.25]})
+    assert json.loads(json.dumps(found, allow_nan=False)) == {"spread": {"median": 1.5, "low": 0.5, "high": None}, "shares": [None, 0.25]}

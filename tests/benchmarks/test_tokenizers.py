@@ -30,6 +30,10 @@ def test_its_figures_count_with_one_target_and_time_with_another():
     run.calls = run.calls[:-1]
     assert [each[2] for each in found("tokens/s over transformers")] == ["not measured"] * 2
     assert len(run.tables()[0].rows) == 5
+    run.calls.append(tokenizers.Call(tokenizers.TEXT, False, 0.0, 0, 1, 10, 16, 4, 8, 99.0, 20.0))  # one prompt failed in the second turn
+    run.failures.append(tokenizers.Failure(tokenizers.TEXT, "temperature 0", "why"))
+    assert found("bytes per target pass over transformers") == [(0.0, "text", "not measured")]
+    assert found("bytes per target pass over same tokenizer") == [(0.6, "intersection", "missed")]
 
 
 @pytest.mark.nightly
@@ -45,6 +49,7 @@ def test_a_run_of_all_sides(tmp_path):
     assert result.exit_code == 0, result.output
     found = report.load(tmp_path / "tokenizers.json.gz")
     assert len(found["calls"]) == 5 * 3 * 2 + 2 and not found["failures"] and "intersection (another" in found["about"][0]
+    assert all(each["drafts"] >= each["passes"] for each in found["calls"] if each["side"] == tokenizers.SAME)  # however they are made
     plain = {
         each["prompt"]: each["nats"] for each in found["calls"] if (each["side"], each["temperature"], each["timed"]) == ("plain", 0, False)
     }
