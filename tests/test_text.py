@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 from helpers import Oracle, make_drafter, tiny
-from transformers import LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor
 
 import foredraft
 from foredraft import ConfigurationError, Speculator, Text, rules, text, zoo
@@ -96,6 +96,12 @@ def test_texts_end(monkeypatch):
     assert speculator()(PROMPT, eos_token_id=None).stats.new_tokens == 5
     assert speculator()(PROMPT, max_length=12, eos_token_id=None).stats.new_tokens == 12 - len(speculator().tokenizer(PROMPT)["input_ids"])
     assert speculator()("x = ", stop_strings=["\n"], max_new_tokens=64).finish_reason in ("stop", "length")
+
+
+def test_the_models_limit_counts_beside_a_configuration_of_the_call():
+    call = {"generation_config": GenerationConfig(do_sample=True)}
+    assert text.with_limit(GenerationConfig(max_new_tokens=7), call) == call
+    assert text.with_limit(GenerationConfig(), call) == {"max_new_tokens": text.MAX_NEW_TOKENS, **call}
 
 
 @pytest.mark.parametrize(

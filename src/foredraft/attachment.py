@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.models.changes import ModelState, dropout_of
+from foredraft.models.support import unwrap
 from foredraft.speculator import Speculator, begin
 from foredraft.stats import Stats
 
@@ -45,6 +46,7 @@ def attach(model: PreTrainedModel, drafter: Drafter | PreTrainedModel | str = "p
     if isinstance(model, str | Path):
         raise ConfigurationError(f"attach takes a model object, got {model!r}; load it first, or use foredraft.Speculator")
     model = _uncompiled(model)
+    unwrap(model)  # refuses what is no model
     if _attached(model) is not None:
         detach(model)
     evaluation = Evaluation(model)

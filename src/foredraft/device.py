@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from torch import Tensor
 def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Host integers as an int64 tensor, copied without waiting for the device: a copy from memory that is not pinned would end whatever
     runs there first."""
-    host = torch.tensor(values, dtype=torch.long)
+    host = torch.tensor(values, dtype=torch.long, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -25,6 +25,22 @@ def wait_for(device: torch.device) -> None:
     """Return when ``device``, a GPU of whatever make or the CPU, has done all that it was told."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def host_by_default(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, for a model on the CPU, tensors that name no device are there too, whatever ``torch.set_default_device`` says."""
+    away = device.type == "cpu" and torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if away else nullcontext()
+
+
+def autocast_on(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast computes in on ``device``; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a model on ``device`` computes in its own dtype."""
+    return nullcontext() if autocast_on(device) is None else torch.autocast(device.type, enabled=False)
 
 
 SOFT = 1  # ``omp_pause_soft``

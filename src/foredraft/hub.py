@@ -20,7 +20,8 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def named(source: Any) -> Any:
-    """A path as the name of what is there; anything else as it is."""
+    """A path, also one that begins with ``~``, as the name of what is there; anything else as it is."""
+    source = Path(source) if isinstance(source, str) and source.startswith("~") else source
     return str(source.expanduser().absolute()) if isinstance(source, Path) else source
 
 

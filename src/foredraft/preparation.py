@@ -127,7 +127,7 @@ class Prepared:
             prompt_lengths=lengths,
             padded_length=width,
             min_new_tokens=config.min_new_tokens,
-            prompts=[torch.tensor(prompt) for prompt in prompts],
+            prompts=[torch.tensor(prompt, device="cpu") for prompt in prompts],
             paddings=paddings,
             device=input_ids.device if model.device.type == "meta" else model.device,
             sourced=sourced,
@@ -190,6 +190,7 @@ def generated(model: Any, inputs: Tensor | None, decode: Callable[..., Any], *, 
     for name, why in (REFUSED_ARGUMENTS | (REFUSED_WITH_ENCODER if sourced else {})).items():
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ConfigurationError(f"{name} is not supported: {why}")
+    arguments.pop("custom_generate", None)  # a wrapper may hand on None
     if arguments.get("synced_gpus") is None and is_sharded(model):
         raise ConfigurationError(
             "the model is sharded over processes, where transformers sets synced_gpus=True; that is not supported. If every process holds "
@@ -304,7 +305,7 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
 
 def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0, side: str = "left") -> dict[str, Any]:
     """Arguments of ``generate`` for prompts of several lengths: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on one ``side``."""
-    rows = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
+    rows = [torch.tensor(list(prompt), dtype=torch.long, device="cpu") for prompt in prompts]
     ids = pad_sequence(rows, batch_first=True, padding_value=token, padding_side=side)
     mask = pad_sequence(list(map(torch.ones_like, rows)), batch_first=True, padding_side=side)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": token}

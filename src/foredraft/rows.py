@@ -187,9 +187,9 @@ class CommittedIds:
     def of(self, rows: Sequence[SessionRow]) -> Tensor:
         if self._ids is None or rows is not self._rows:
             width = min(max(row.capacity for row in rows), max(LEAST, 2 * max(len(row.ids) for row in rows)))
-            ids = torch.zeros(len(rows), width + self.room, dtype=torch.long)
+            ids = torch.zeros(len(rows), width + self.room, dtype=torch.long, device="cpu")
             for line, row in zip(ids, rows):
-                line[: len(row.ids)] = torch.tensor(row.ids)
+                line[: len(row.ids)] = torch.tensor(row.ids, device="cpu")
             self._ids, self._rows = ids.to(self.device), rows
         return self._ids
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.admission import Admission
 from foredraft.checks import NotFiniteError
+from foredraft.device import host_by_default
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
@@ -254,7 +255,8 @@ class Session:
         """No other thread uses the target and the drafter inside, nor afterwards while rows are under way."""
         self.turn.take()
         try:
-            yield
+            with host_by_default(self.target.device):
+                yield
         finally:
             self.turn.rest(keep=bool(self.rows) and self.target.owner is self._token)
 

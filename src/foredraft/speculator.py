@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from foredraft.choices import check_shape, choose_drafter, choose_rule, choose_shape
 from foredraft.describing import Described
+from foredraft.device import host_by_default
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError, Interrupted
@@ -172,7 +173,8 @@ class Speculator(TextInterface, Described):
             )
         self.model = model
         # models that were handed in are left as they were if something below is refused
-        with Turn([self.drafter], [unwrap(self.model)], wait=wait), ExitStack() as undo:
+        base = unwrap(self.model)
+        with Turn([self.drafter], [base], wait=wait), host_by_default(base.device), ExitStack() as undo:
             self.target = Target(
                 self.model,
                 test=self_test,
@@ -206,6 +208,9 @@ class Speculator(TextInterface, Described):
         few = {"model": name_of(self.model), "drafter": self.drafter, "rule": self.rule.name, "shape": self.shape}
         about = {"class": type(self.model).__name__, "dtype": self.model.dtype, "device": self.model.device}
         return {**few, **about, "execution": self.target.execution, **self.target.reasons} if all else few
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Speculator cannot be copied or pickled: it holds caches of this process; build one from the model instead")
 
     def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
         """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
@@ -266,7 +271,7 @@ class Speculator(TextInterface, Described):
         Raises:
             BusyError: another thread is using the Speculator.
         """
-        with turn_of(self.target, self.drafter, wait=self.wait):
+        with turn_of(self.target, self.drafter, wait=self.wait), host_by_default(self.target.device):
             self.target.owner = None
             self.drafter.release()
             self.target.unpack()
@@ -277,7 +282,7 @@ class Speculator(TextInterface, Described):
         Raises:
             BusyError: another thread is using the Speculator or a model of it.
         """
-        with turn_of(self.target, self.drafter, wait=self.wait):
+        with turn_of(self.target, self.drafter, wait=self.wait), host_by_default(self.target.device):
             self.target.owner = None
             self.drafter.reset()
             self.target.close()
@@ -314,7 +319,7 @@ class Run:
                 follow = self.watchful
                 if streamer is not None:
                     for token in commits[0].tokens:
-                        streamer.put(torch.tensor([token]))
+                        streamer.put(torch.tensor([token], device="cpu"))
                 yield commits
         finally:
             if self.session.live:
@@ -360,7 +365,8 @@ class Run:
         vectors = [getattr(row, name) for row in self.rows]
         like = next(each[0] for each in vectors if each)
         over = torch.full_like(like, float("-inf"))
-        over[:, self.prepared.pad_token_id] = 0.0
+        pad = self.prepared.pad_token_id
+        over[:, pad : pad + 1] = 0.0  # a tokenizer's own may lie beyond the vocabulary
         return tuple(torch.cat([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
 
 

@@ -97,8 +97,8 @@ def padded(model: Any, rows: Sequence[Sequence[int]], tokenizer: Any) -> dict[st
 
 def with_limit(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``arguments`` of ``generate`` with :data:`MAX_NEW_TOKENS`, unless they or the model's generation ``config`` limit the text."""
-    given = arguments.get("generation_config") or config
-    limited = any(arguments.get(name) is not None or getattr(given, name, None) is not None for name in ("max_new_tokens", "max_length"))
+    configs = [vars(each) for each in (arguments.get("generation_config"), config) if each is not None]
+    limited = any(each.get(name) is not None for each in (arguments, *configs) for name in ("max_new_tokens", "max_length"))
     return {**({} if limited else {"max_new_tokens": MAX_NEW_TOKENS}), **arguments}
 
 

@@ -456,7 +456,7 @@ def activation_of(function: Any) -> int:
     Raises:
         Unfit: the kernels do not know it.
     """
-    x = torch.linspace(-4, 4, 65)
+    x = torch.linspace(-4, 4, 65, dtype=torch.float32)
     made = function(x)
     found = next((known for known, each in ACTIVATIONS.items() if torch.allclose(made, each(x), rtol=0, atol=2e-6)), None)
     if found is None:

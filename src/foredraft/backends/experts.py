@@ -150,7 +150,7 @@ class Mixture(Override):
         held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
         if held and (self.outdated or any(self._hooks) or chosen.shape[-1] > native.MOST_CHOSEN):
             return type(self.layer).forward(self.layer, hidden_states, chosen, scores)
-        x, ids, parts = hidden_states.contiguous(), chosen.long().contiguous(), scores.float().contiguous()
+        x, ids, parts = hidden_states.to(self.dtype).contiguous(), chosen.long().contiguous(), scores.float().contiguous()
         out, threads = torch.zeros_like(x), torch.get_num_threads()
         about, tokens = native.Experts.from_buffer_copy(self.about), x.numel() // self.hidden
         about.chosen, about.exact = chosen.shape[-1], int(scores.dtype != self.dtype)

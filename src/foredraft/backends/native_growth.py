@@ -60,7 +60,7 @@ class Draws:
     """
 
     def __init__(self, words: Tensor, hashes: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-        self.q = torch.empty(len(words), len(hashes))
+        self.q = torch.empty(len(words), len(hashes), dtype=torch.float32)
         self._held = words, hashes
         where = (each.data_ptr() for each in (words, hashes, self.q))
         self.about = native.Draws(*where, len(hashes), top_k, temperature, top_p, min_p)

@@ -178,7 +178,7 @@ class PagedAttention:
             about.begins, about.row_of, about.slots = (each.data_ptr() for each in self._held)
         needed = int(about.threads) * native.scratch(size)
         if len(self._scratch) < needed:
-            self._scratch = torch.empty(needed)
+            self._scratch = torch.empty(needed, dtype=torch.float32)
         about.scratch = self._scratch.data_ptr()
         return about
 

@@ -145,6 +145,8 @@ class Product:
         """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
         if self.hint == PLAIN:
             return nn.functional.linear(x, self.packed, self.bias)
+        if torch.is_autocast_enabled("cpu"):  # which knows of torch's own layers only
+            x = x.to(self.dtype)
         if self.hint == NATIVE:
             return self._by_kernel(x.contiguous())
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

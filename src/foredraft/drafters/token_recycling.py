@@ -71,7 +71,7 @@ class TokenRecycling(Drafter):
             raise ConfigurationError(
                 f"{where} successors of {len(known)} tokens and the target has {target.vocab_size}; make one for this target"
             )
-        self.matrix = torch.full((target.vocab_size, self.k), -1, dtype=torch.int32) if known is None else known.clone()
+        self.matrix = torch.full((target.vocab_size, self.k), -1, dtype=torch.int32, device="cpu") if known is None else known.clone()
         self._loaded = None
         self._isolate()
         dtype = getattr(getattr(target, "model", None), "dtype", None)

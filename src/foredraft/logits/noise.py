@@ -233,7 +233,7 @@ def row_seeds(seed: int | Sequence[Seed] | None, rows: int) -> tuple[list[tuple[
         ValueError: a list of the wrong length, or an entry that is neither an int nor a pair of ints.
     """
     if seed is None:
-        seed = int(torch.randint(0, 2**62, ()).item())
+        seed = int(torch.randint(0, 2**62, (), device="cpu").item())
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [(seed, row) for row in range(rows)], seed
     if isinstance(seed, (str, bytes)) or not isinstance(seed, Sequence):

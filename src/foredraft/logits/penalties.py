@@ -50,7 +50,7 @@ class LogitBias:
                 raise ConfigurationError(f"a logit bias maps token ids from 0 on to finite numbers, got {token!r}: {value!r}")
         self.highest = max(bias, default=-1)
         self.tokens = torch.tensor(list(bias), dtype=torch.long)
-        self.values = torch.tensor([float(value) for value in bias.values()])
+        self.values = torch.tensor([float(value) for value in bias.values()], dtype=torch.float32)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self.highest >= scores.shape[-1]:

@@ -466,11 +466,11 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
     generator = torch.Generator().manual_seed(seed)
     if name == "input_features" and hasattr(model.config, "num_mel_bins"):
         frames = 2 * getattr(model.config, "max_source_positions", length)
-        return Source({name: torch.randn(1, model.config.num_mel_bins, frames, generator=generator).to(model.dtype)})
+        return Source({name: torch.randn(1, model.config.num_mel_bins, frames, generator=generator, device="cpu").to(model.dtype)})
     if name == "input_values":
         samples = AUDIO + 64 * length
         mask = torch.ones(1, samples, dtype=torch.long)
-        return Source({name: torch.randn(1, samples, generator=generator).to(model.dtype), "attention_mask": mask})
+        return Source({name: torch.randn(1, samples, generator=generator, device="cpu").to(model.dtype), "attention_mask": mask})
     raise UnsupportedModelError(f"{type(model).__name__} reads {name}, which is not supported; use model.generate")
 
 

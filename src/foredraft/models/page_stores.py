@@ -57,7 +57,7 @@ class PageStore:
         self.layers: list[Layer] = []
         self.room = self.made = 0
         self.begins: list[int] = []  # the first page of each live row that was not given back
-        self.table = torch.zeros(1, 1, dtype=torch.int32)
+        self.table = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
         self.lines: Any = self.table.numpy()
 
     def first_kept(self, row: int, start: int) -> int:
@@ -109,7 +109,7 @@ class PageStore:
         rows, now = self.table.shape
         needed = max(blocks, *(len(table) for table in self.tables), 1)
         if len(self.tables) > rows or needed > now:
-            self.table = torch.zeros(max(len(self.tables), 2 * rows), max(needed, 2 * now), dtype=torch.int32)
+            self.table = torch.zeros(max(len(self.tables), 2 * rows), max(needed, 2 * now), dtype=torch.int32, device="cpu")
             self.lines, first = self.table.numpy(), 0
         self.lines[first:] = self.room
         for row, table in enumerate(self.tables[first:], first):

@@ -412,7 +412,7 @@ class Measurement:
 
     def _tokens(self, size: int) -> Tensor:
         """``[rows, size]`` that hardly repeat."""
-        return torch.randint(0, self.target.vocab_size, (self.rows, size), generator=self._generator)
+        return torch.randint(0, self.target.vocab_size, (self.rows, size), generator=self._generator, device="cpu")
 
     def _chain(self, size: int) -> TokenTree:
         return TokenTree.from_chain(self._tokens(size).to(self.target.device))

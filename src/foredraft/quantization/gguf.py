@@ -263,7 +263,7 @@ def rotary(given: Tensor, config: Any, path: Path) -> dict[str, Any]:
 
     like = copy.deepcopy(config)
     found = {**ROTARY, "factor": float(given.max())}
-    plain = config.rope_parameters["rope_theta"] ** (torch.arange(0, -len(given), -1) / len(given))
+    plain = config.rope_parameters["rope_theta"] ** (torch.arange(0, -len(given), -1, dtype=torch.float32) / len(given))
     like.rope_parameters = {**config.rope_parameters, **found}
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](like, torch.device("cpu"))
     if len(frequencies) != len(given) or not torch.allclose(frequencies, plain / given, rtol=1e-4):

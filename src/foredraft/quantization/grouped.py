@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-TWICE_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])  # the floats of four bits, times two
+TWICE_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)  # four-bit floats, doubled
 
 
 class GroupedTensor(Tensor):

@@ -18,7 +18,7 @@ from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.rollback import RollbackCache
 from foredraft.backends.states import RowMemory
-from foredraft.device import free_memory_of, to_device
+from foredraft.device import autocast_on, free_memory_of, to_device, without_autocast
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words, parse_memory
@@ -120,7 +120,8 @@ class Target(Passes):
         self._state = ModelState.of(self.model)
         self._invariance: tuple[Any, str | None] = (None, None)  # the backend that was tested, and why it has none
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
-        with Turn([], [self.model], wait=wait):
+        self._autocast: torch.dtype | None = None  # as it was when the rows were read
+        with Turn([], [self.model], wait=wait), without_autocast(self.device):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
@@ -142,7 +143,10 @@ class Target(Passes):
             ConfigurationError: the change cannot be followed.
             UnsupportedModelError: the model cannot be served as it is now.
         """
-        changed = self._state.look(self._seen)
+        changed, before, self._autocast = self._state.look(self._seen), self._autocast, autocast_on(self.device)
+        if self._autocast != before:  # what is cached was computed in another dtype
+            self.release()
+            self.version += 1
         if not changed:
             return
         facts = ModelFacts.of(self.model)
@@ -169,7 +173,8 @@ class Target(Passes):
         self._dtype, self.context, self.trained, self._taps = self.model.dtype, facts.context, facts.trained, []
         layers = layer_count(self.model)
         self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # callers take differences of these counts
-        self.backend = choose(facts, **self._how)
+        with without_autocast(self.device):
+            self.backend = choose(facts, **self._how)
         self._limit()
         if before is not None:
             self.reuse_prefix = self._reused_prefix  # until states of whole texts are asked for again

@@ -376,7 +376,7 @@ def make_room_for_segments(about: Pass, layer: Layer, tokens: int, width: int) -
     queries = min(PIECES * int(about.threads) * QUERIES, 2 * tokens * int(layer.heads))
     needed = segments * queries * (int(layer.size) + 2)
     if about.segments_room < needed:
-        about.sums = torch.empty(needed)
+        about.sums = torch.empty(needed, dtype=torch.float32)
         about.segments, about.segments_room = about.sums.data_ptr(), needed
 
 

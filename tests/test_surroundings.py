@@ -1,0 +1,134 @@
+"""What the program around may have set or may do: default device and dtype, autocast, copies, odd arguments."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import VOCABULARY
+from helpers import PAD, clone, padded, repetitive, tiny
+from kernel_cases import needs_kernels
+from transformers.generation.streamers import BaseStreamer
+
+import foredraft
+from foredraft import Speculator, UnsupportedModelError, hub
+from foredraft.backends import native
+from foredraft.backends.kernel_pass import NativePass
+from foredraft.backends.native_growth import Draws
+from foredraft.backends.products import NATIVE, ONEDNN, Product
+from foredraft.logits.penalties import LogitBias
+
+ROWS = repetitive((23, 9, 15))
+GREEDY = {"max_new_tokens": 14, "pad_token_id": PAD, "do_sample": False}
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.got = []
+
+    def put(self, value):
+        self.got += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "prompt-lookup", "token-recycling"])
+def test_another_default_device(drafter):
+    model, batch, one, streamer = tiny(), padded(ROWS), padded(ROWS[:1]), Collector()
+    expected = model.generate(**batch, **GREEDY)
+    drawn = {**GREEDY, "do_sample": True, "seed": 3}
+    reference = Speculator(model, drafter, shape="chain(4)").generate(**batch, **drawn)
+    with torch.device("meta"):
+        speculator = Speculator(model, drafter, shape="chain(4)")
+        found, sampled = speculator.generate(**batch, **GREEDY), speculator.generate(**batch, **drawn)
+        streamed = speculator.generate(**one, **GREEDY, streamer=streamer)
+        speculator.release()
+        again = speculator.generate(**batch, **GREEDY)
+        speculator.close()
+    assert torch.equal(found.sequences, expected) and torch.equal(again.sequences, expected)
+    assert torch.equal(sampled.sequences, reference.sequences)
+    assert streamer.got == streamed.sequences[0].tolist()
+
+
+@pytest.fixture
+def narrow():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_kernels_get_all_the_scratch_they_write_to_under_another_default_dtype(narrow):
+    layer, about = native.Layer(hidden=64, inner=96, heads=4, key_heads=2, size=32), native.Pass(threads=2)
+    native.make_room_for_segments(about, layer, 3, 4 * native.KEY_SEGMENT)
+    draws = Draws(torch.zeros(2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), 1.0)
+    scratch = NativePass().room(layer, torch.zeros(3, 64, dtype=torch.float32), 3, 2)[-1]
+    assert {each.dtype for each in (about.sums, draws.q, scratch)} == {torch.float32}
+
+
+def test_texts_and_biases_under_another_default_dtype(narrow):
+    speculator = Speculator(tiny(), "ngram", shape="chain(4)")
+    assert torch.equal(speculator.generate(**padded(ROWS), **GREEDY).sequences, tiny().generate(**padded(ROWS), **GREEDY))
+    pages = speculator.target.backend.pages
+    assert pages is None or pages._scratch.dtype == torch.float32
+    assert LogitBias({3: 1.3}).values.tolist() == pytest.approx([1.3], rel=1e-6)
+
+
+def test_autocast_around_some_of_the_calls(monkeypatch):
+    """With ``monkeypatch`` the self-test is really made."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        speculator = Speculator(tiny(), "ngram", shape="chain(4)")
+    inputs = padded(ROWS)
+    expected = tiny().generate(**inputs, **GREEDY)
+    assert torch.equal(speculator.generate(**inputs, **GREEDY).sequences, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        speculator.generate(**inputs, **GREEDY)
+        assert speculator.target.version == 1
+        speculator.generate(**inputs, **GREEDY)
+        assert speculator.target.version == 1
+    assert torch.equal(speculator.generate(**inputs, **GREEDY).sequences, expected)
+    assert speculator.target.version == 2, "nothing that was cached in the other dtype is used"
+
+
+@pytest.mark.parametrize("hint", [ONEDNN, pytest.param(NATIVE, marks=needs_kernels)])
+def test_packed_layers_read_what_autocast_made(hint):
+    layer, x = torch.nn.Linear(64, 64), torch.randn(2, 64)
+    product = Product([layer], hint)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = product(x.bfloat16())
+    assert torch.allclose(found.float(), layer(x), atol=0.05)
+
+
+def test_a_speculator_is_not_copied():
+    speculator = Speculator(tiny(), "ngram", shape="chain(4)")
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            attempt(speculator)
+
+
+def test_a_padding_token_beyond_the_vocabulary():
+    """As of a tokenizer that got one more token than the model has."""
+    options = {**GREEDY, "pad_token_id": VOCABULARY + 1, "output_scores": True, "return_dict_in_generate": True}
+    speculator = Speculator(tiny(), "ngram", shape="chain(4)")
+    found, expected = speculator.generate(**padded(ROWS[:1]), **options), tiny().generate(**padded(ROWS[:1]), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.allclose(torch.stack(found.scores), torch.stack(expected.scores), atol=1e-4)
+
+
+def test_a_wrapper_that_hands_on_every_argument():
+    model = clone(tiny())
+    expected = model.generate(**padded(ROWS), **GREEDY)
+    foredraft.attach(model, "ngram", shape="chain(4)")
+    assert torch.equal(model.generate(**padded(ROWS), **GREEDY, custom_generate=None, assistant_model=None, streamer=None), expected)
+
+
+def test_what_is_no_model_is_not_attached():
+    with pytest.raises(UnsupportedModelError, match="expected a transformers causal language model"):
+        foredraft.attach(object())
+
+
+def test_a_path_in_the_home_folder():
+    assert hub.named("~/model") == hub.named(Path("~/model")) == str(Path.home() / "model")
