@@ -21,6 +21,7 @@ import foredraft
 from foredraft import ConfigurationError, SpeculativeOutput, Speculator
 from foredraft.attachment import Attached, Evaluation
 from foredraft.backends import packing
+from foredraft.models.changes import ModelState
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -356,6 +357,17 @@ def test_the_mode_is_put_back_when_the_last_thread_is_done():
     assert not any(module.training for module in model.modules())
     two.__exit__()
     assert all(module.training for module in model.modules())
+
+
+def test_whoever_enters_after_training_finds_the_weights_changed():
+    """A second thread may begin at once, and finds the model in evaluation mode already."""
+    model = clone(tiny()).train()
+    state = ModelState.of(model)
+    with Evaluation(model):
+        assert state.look({}) >= {"weights"}
+        seen = dict(state.counts)
+        with Evaluation(model):
+            assert not state.look(seen)
 
 
 def test_training_between_calls_is_seen_and_goes_on():

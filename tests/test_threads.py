@@ -270,6 +270,19 @@ def test_rows_are_added_by_any_thread():
     assert texts == dict.fromkeys(range(30), expected)
 
 
+def test_a_row_that_is_over_before_it_is_added_leaves_no_counts():
+    session = Speculator(tiny(), "none").session()
+
+    class Waiting(list):
+        def append(self, row):
+            super().append(row)
+            assert elsewhere(session.step)[0].finish_reason == "length"
+
+    session.waiting = Waiting()
+    session.add(IDS[0].tolist(), RowParameters(max_new_tokens=1))
+    assert not session.live and session.stats.rows == []
+
+
 def test_sessions_take_turns():
     speculator = Speculator(tiny(), "none")
     sessions = [speculator.session() for _ in range(2)]

@@ -90,9 +90,7 @@ class Attached:
         base = self.speculator.target.model
         if base is not self._model:  # PEFT's wrapper hands on its own, too
             base.generation_config = self._model.generation_config
-        with self._evaluation as was_training:
-            if was_training:  # by whatever optimizer: some write to weights without a trace
-                ModelState.of(base).mark("weights")
+        with self._evaluation:
             try:
                 run = begin(self.speculator, as_asked=True, **given)
             except ConfigurationError as error:
@@ -125,18 +123,18 @@ def _attached(model: PreTrainedModel) -> Attached | None:
 
 
 class Evaluation:
-    """The model in evaluation mode while any thread is inside, and afterwards as it was: trainers generate in training mode. Entering says
-    whether it was in training mode.
+    """The model in evaluation mode while any thread is inside, and afterwards as it was: trainers generate in training mode. Whoever enters
+    sees what an optimizer has done: if the model was in training mode, its weights count as changed.
 
     Raises:
         ConfigurationError: dropout is active, so that every pass would differ.
     """
 
-    def __init__(self, model: nn.Module):
-        self._model, self._lock = model, Lock()
+    def __init__(self, model: PreTrainedModel):
+        self._model, self._base, self._lock = model, unwrap(model), Lock()
         self._inside, self._training = 0, list[nn.Module]()
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> None:
         with self._lock:
             training = [module for module in self._model.modules() if module.training]
             for module in training:
@@ -149,7 +147,8 @@ class Evaluation:
             self._training += training
             for module in training:
                 module.training = False
-        return bool(training)
+            if training:  # by whatever optimizer: some write to weights without a trace
+                ModelState.of(self._base).mark("weights")
 
     def __exit__(self, *error: object) -> None:
         with self._lock:

@@ -27,8 +27,9 @@ def replacing(path: str | Path, *, private: bool = False) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
+        usual = 0o600 if private else _made_anew(name)
         yield Path(name)
-        kept = (path.stat().st_mode & 0o777 if path.exists() else 0o600) if private else 0o666 & ~_umask()
+        kept = path.stat().st_mode & 0o777 if private and path.exists() else usual
         os.chmod(name, kept)  # only now: whatever wrote it may have made it anew
         to_disk(name)
         os.replace(name, path)
@@ -127,10 +128,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _made_anew(name: str) -> int:
+    """Make the file anew, and say which mode the umask leaves it. To ask for the umask itself is to change it, for other threads too."""
+    os.unlink(name)
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return os.stat(name).st_mode & 0o777
+    finally:
+        os.close(handle)
 
 
 def to_disk(path: str | Path) -> None:

@@ -109,8 +109,8 @@ class Session:
         """
         row = self._row(ids, parameters)
         self._joined = self._joined or bool(self.rows)
-        self.waiting.append(row)
         self.stats.rows.append(row.stats)
+        self.waiting.append(row)  # the last: another thread may be through with it before this returns
         return row.slot
 
     def check(self, ids: Sequence[int], parameters: RowParameters) -> int:

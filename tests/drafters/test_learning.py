@@ -517,6 +517,28 @@ def test_a_crash_while_a_folder_is_made_leaves_one_that_is_made_whole(after: int
         Versions(tmp_path).begin({**about, "draft": {"digest": "y"}}, first)
 
 
+def test_two_processes_may_begin_a_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other one makes it whole after the first look of this one, which found nothing."""
+    about, first = {"target": {}, "draft": {"digest": "x"}}, {"a": torch.ones(3)}
+    versions, other = Versions(tmp_path), Versions(tmp_path)
+
+    def then_the_other(look: Any) -> Any:
+        def looked(path: Path) -> Any:
+            found = look(path)
+            found = found if isinstance(found, bool) else list(found)
+            patched.undo()
+            other.begin(about, first)
+            return found
+
+        return looked
+
+    with monkeypatch.context() as patched:
+        for name in ("exists", "iterdir"):
+            patched.setattr(Path, name, then_the_other(getattr(Path, name)))
+        versions.begin(about, first)
+    assert versions.about() == about and torch.equal(versions.load(0)["a"], first["a"])
+
+
 def test_two_processes_share_a_folder(tmp_path: Path):
     """One learns, the other uses what it publishes, and takes over when the first is gone."""
     clock = Clock()

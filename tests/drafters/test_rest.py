@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,7 @@ from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.rest import Rest
 from foredraft.drafters.stores import sorted_positions
 from foredraft.drafters.tries import Trie
-from foredraft.files import _umask
+from foredraft.files import replacing
 from foredraft.loading import load_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=6).filter(any)
@@ -160,7 +161,15 @@ def test_a_saved_store_is_the_same_and_a_safetensors_file(tmp_path: Path):
     assert np.array_equal(load_file(tmp_path / "new" / "store")["suffixes"], store.suffixes)
     assert loaded.find([1, 2, 3], longest=3) == store.find([1, 2, 3], longest=3)
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["store"]
-    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_a_new_file_has_the_usual_mode_and_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another thread may make a file meanwhile; or read the umask in the same way, and put back what it found, which is none."""
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("the umask was changed"))
+    with replacing(tmp_path / "file") as new:
+        new.write_text("")
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
 def test_lookups_read_a_few_pages_of_a_large_store(tmp_path: Path):

@@ -339,6 +339,26 @@ def test_steps_that_go_on_failing_end_the_engine_and_everybody_is_told():
     run(main())
 
 
+def test_who_is_dropped_is_told_even_if_that_ends_the_engine(monkeypatch):
+    """Two steps have failed, and then a row cannot be removed."""
+
+    def broken(slot: int) -> None:
+        raise RuntimeError("a planted fault")
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            monkeypatch.setattr(engine.session, "remove", broken)
+            died = threading.Event()
+            engine._failures, engine.on_death = FATAL - 1, died.set
+            engine.submit(asked := job(Choice([0], parameters(100_000))))
+            await anext(asked.events())
+            engine._dismiss(asked, error=DrainingError("the server stops"))
+            *_, error = await asyncio.wait_for(read(asked), 10)
+            assert isinstance(error, DrainingError) and died.wait(5) and engine.state == "dead"
+
+    run(main())
+
+
 def test_a_function_runs_alone_in_the_engines_thread():
     async def main() -> None:
         speculator = table_speculator()

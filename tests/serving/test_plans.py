@@ -35,6 +35,16 @@ def row(**body: Any) -> RowParameters:
     return plan(**{"prompt": "hello"} | body).choices[0].parameters
 
 
+def test_the_tokenizer_is_changed_by_no_request():
+    """Two threads may tokenise at once, and transformers takes back what the tokenizer's file says of truncation at the first text."""
+    speculator = tiny_chat()
+    backend = speculator.tokenizer.backend_tokenizer
+    backend.enable_truncation(4)
+    backend.enable_padding(length=9)
+    Requests(speculator, Settings(model="tiny"), guess=True)
+    assert backend.truncation is None and backend.padding is None
+
+
 def test_rows_keep_to_their_key():
     assert [choice.parameters.isolation for choice in plan("key-1", prompt="a", n=2).choices] == ["key-1", "key-1"]
     assert row().isolation is None

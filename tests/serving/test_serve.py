@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -15,17 +16,20 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import uvicorn
 from helpers import forked
 from served import TINY, tiny_chat
 from starlette.applications import Starlette
 from typer.testing import CliRunner
+from uvicorn.server import ServerState
 
 from foredraft.backends import native
 from foredraft.cli import main
 from foredraft.cli.serve import Serving, read_keys, settings_of
 from foredraft.cli.settings import Configuration
 from foredraft.errors import ConfigurationError
-from foredraft.serving import Settings, app
+from foredraft.serving import Settings, app, sse
+from foredraft.serving.connections import Connection
 from foredraft.serving.running import Server
 from foredraft.serving.sockets import address_of, bind
 
@@ -175,6 +179,42 @@ def test_connections_cannot_be_held_open_for_nothing(monkeypatch):
             begin, lines = time.monotonic(), response.iter_lines()
             while time.monotonic() - begin < 1:
                 next(lines)
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_is_not(monkeypatch):
+    """Also once the connection is to be closed: that alone would wait for the client for ever."""
+    monkeypatch.setattr(sse, "STALLED", 0.01)
+
+    class Transport(asyncio.Transport):
+        def __init__(self, unsent: list[int]):
+            super().__init__()
+            self.unsent, self.aborted = unsent, asyncio.Event()
+
+        def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+            assert high == 0
+
+        def get_write_buffer_size(self) -> int:
+            return self.unsent.pop(0)
+
+        def abort(self) -> None:
+            self.aborted.set()
+
+    async def main() -> None:
+        config = uvicorn.Config(app=lambda scope: None, log_config=None)
+        for unsent in ([9, 5, 2, 2], [9, 9]):
+            connection, transport = Connection(config=config, server_state=ServerState(), app_state={}), Transport(unsent)
+            connection.connection_made(transport)
+            connection.pause_writing()
+            await asyncio.wait_for(transport.aborted.wait(), 5)
+            assert not unsent
+        connection, transport = Connection(config=config, server_state=ServerState(), app_state={}), Transport([9])
+        connection.connection_made(transport)
+        connection.pause_writing()
+        connection.resume_writing()
+        assert connection._stalled is None
+        connection._stop()
+
+    asyncio.run(main())
 
 
 def test_there_are_only_so_many_connections(monkeypatch):

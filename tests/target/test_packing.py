@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -212,6 +214,34 @@ def test_a_model_that_is_not_large_is_prepared_on_one_thread(light, monkeypatch)
     try:
         Target(clone(tiny()), owned=True)
         assert seen == ([1, 1] if light else [2, 2]) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_models_that_are_prepared_side_by_side_leave_torch_its_threads():
+    """The second thread, a new one, begins while the first is inside, and ends after it."""
+    threads, inside, beside = torch.get_num_threads(), threading.Event(), threading.Event()
+
+    def first():
+        with packing_module.one_thread():
+            inside.set()
+            assert beside.wait(10)
+        return torch.get_num_threads()
+
+    def second():
+        with packing_module.one_thread():
+            beside.set()
+            assert one.result(10) == 2 and torch.get_num_threads() == 1
+        return torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            one = pool.submit(first)
+            assert inside.wait(10)
+            assert pool.submit(second).result(20) == 2
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result(10) == 2
     finally:
         torch.set_num_threads(threads)
 

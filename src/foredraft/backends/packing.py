@@ -14,6 +14,7 @@ The classes of the model stay unchanged: ``forward`` is overridden on single lay
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -289,16 +290,26 @@ def onednn_lays_out(dtype: torch.dtype) -> bool:
 @contextmanager
 def one_thread(model: nn.Module | None = None) -> Iterator[None]:
     """Torch computes with one thread, unless ``model`` is large. On a busy machine torch's threads wait for each other's turn on a core
-    after each operation, which can take longer than the operation."""
-    threads = torch.get_num_threads()
-    if model is not None and sum(each.nbytes for each in model.parameters()) > LIGHT:
+    after each operation, which can take longer than the operation.
+
+    Torch's number is that of the process, and what a new thread begins with: a second thread in here would find 1, and leave that for good.
+    """
+    me = threading.get_ident()
+    if me in _outside or (model is not None and sum(each.nbytes for each in model.parameters()) > LIGHT):
         yield
         return
-    torch.set_num_threads(1)
+    with _entering:
+        _outside[me] = next(iter(_outside.values()), None) or torch.get_num_threads()
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        with _entering:
+            torch.set_num_threads(_outside.pop(me))
+
+
+_entering = threading.Lock()
+_outside: dict[int, int] = {}  # torch's threads outside :func:`one_thread`, by the thread that is inside
 
 
 def held_elsewhere(model: nn.Module) -> set[int]:

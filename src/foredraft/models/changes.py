@@ -1,7 +1,7 @@
 """Everything that the text of a model depends on, in one place: has any of it changed since the last look?
 
 That is its modules and their classes, weights and buffers, hooks, overridden ``forward`` methods, adapters with their scales, the
-configuration with its attention, training mode, and autocast. A look compares lists that are read in C and costs about 0.1 ms for a
+configuration with its attention, and training mode. A look compares lists that are read in C and costs about 0.1 ms for a
 model of 24 layers, so there is one before each call. All who run a model share one :class:`ModelState`; each asks what has changed since
 *its* last look.
 
@@ -148,8 +148,6 @@ class Snapshot:
         self._hooked, self._adapted = self._read_hooks(), self._read_adapters()
         self._dropping = [vars(model), *(vars(module) for module in modules if rates_of(module) or hasattr(module, CHECKPOINTING))]
         self._training = self._read_training()
-        self._devices = [*filter(torch.amp.is_autocast_available, {each.device.type for each in tensors if each is not None})]
-        self._autocast = self._read_autocast()
 
     @property
     def trains(self) -> bool:
@@ -179,7 +177,7 @@ class Snapshot:
             changed.add("merged adapters")
         if adapted[1:] != self._adapted[1:]:
             changed.add("adapters")
-        if self._read_training() != self._training or self._read_autocast() != self._autocast:
+        if self._read_training() != self._training:
             changed.add("mode")
         if exchanged and not changed:  # offloaded weights have other placeholders after each pass
             self.__init__(model)  # type: ignore[misc]
@@ -187,9 +185,6 @@ class Snapshot:
 
     def _read_training(self) -> list[Any]:
         return [*map(dict.get, self._dropping, repeat("training"))]
-
-    def _read_autocast(self) -> list[Any]:
-        return [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in self._devices]
 
     def _read_values(self, tensors: Sequence[Any], *, meta: bool) -> tuple[Any, ...]:
         """What a write to the placeholders among ``tensors`` would change, or to the others."""

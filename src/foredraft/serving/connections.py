@@ -7,16 +7,21 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from foredraft.serving import sse
+
 HEADERS = 10.0  # seconds for the head of a request: from connecting, or from the first byte of a later one
 
 
 class Connection(AutoHTTPProtocol):
-    """Closes the connection where a request's head takes too long; bodies and answers have limits of their own."""
+    """Closes the connection where a request's head takes too long, and cuts it off where the client reads nothing of an answer for long:
+    asyncio closes none before all is sent. Bodies have a limit of their own."""
 
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # so that whatever is unsent pauses writing
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -25,7 +30,32 @@ class Connection(AutoHTTPProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._go_on()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._go_on()
+        super().resume_writing()
+
+    def _look(self, unsent: int) -> None:
+        """Look after a while whether more was sent."""
+        self._stalled = self.loop.call_later(sse.STALLED, self._cut_off, unsent)
+
+    def _cut_off(self, before: int) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent < before:
+            self._look(unsent)
+        else:
+            self.transport.abort()
+
+    def _go_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:  # a request is being answered

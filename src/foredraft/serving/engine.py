@@ -248,10 +248,10 @@ class Engine:
         self._unqueue(job, choice)
         job.unfinished.discard(choice)
         slot = next((slot for slot, live in self._live.items() if (live.waiting.job, live.waiting.index) == (job, choice)), -1)
+        self._outbox.append((job, Progress(choice, Commit(slot, [], 0, "removed"))))  # first: what follows may end the engine
         if slot >= 0:
             self._failures = 0  # its steps went well
             self.metrics.over(self._remove(slot), "stop")
-        self._outbox.append((job, Progress(choice, Commit(slot, [], 0, "removed"))))
 
     def _dismiss_late(self) -> None:
         """Drop requests that have waited or run for longer than allowed."""
@@ -276,11 +276,11 @@ class Engine:
         self._unqueue(job)
         unfinished, job.unfinished = job.unfinished, set()
         self.metrics.finished["abort" if error is None else "error"] += len(unfinished)
+        if error is not None:
+            self._outbox.append((job, Failed(error)))  # first: what follows may end the engine
         for slot in [slot for slot, live in self._live.items() if live.waiting.job is job]:
             if slot in self._live:
                 self._remove(slot)
-        if error is not None and unfinished:
-            self._outbox.append((job, Failed(error)))
 
     def _unqueue(self, job: Job, choice: int | None = None) -> None:
         """Its rows, or one of them, wait no more; another row may be at the head."""

@@ -53,6 +53,7 @@ class Requests:
         """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``cached``: how many tokens of a row, of so many at
         most, the cache can ever hold."""
         self.settings, self.tokenizer, self.guess, self.cached = settings, speculator.tokenizer, guess, cached
+        self.encode("")  # drops its file's truncation and padding, which fails while another thread is tokenising
         self.longest = settings.longest(speculator.target)
         self.vocabulary = speculator.target.vocab_size
         config = speculator.target.model.generation_config

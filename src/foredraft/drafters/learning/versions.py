@@ -44,9 +44,10 @@ class Versions:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if (self.folder / ABOUT).exists():
+            there = {path.name for path in self.folder.iterdir()}  # looked at once: another process may be beginning as well
+            if ABOUT in there:
                 self._compare(about)
-            elif any(path.name != LOCK and not path.name.endswith(".tmp") for path in self.folder.iterdir()):
+            elif any(name != LOCK and not name.endswith(".tmp") for name in there):
                 raise ConfigurationError(f"{str(self.folder)!r} holds something else; give learning a folder of its own")
             else:
                 with replacing(self.folder / ABOUT, private=True) as path:
