@@ -119,6 +119,7 @@ class Online(Suite[Settings]):
         return self.settings.tokens if seed == 0 else min(self.settings.later, self.settings.tokens)
 
     def run(self) -> None:
+        """Seed by seed; a run that is interrupted has what was measured until then."""
         settings = self.settings
         torch.set_num_threads(settings.threads)
         texts = self._texts()
@@ -131,19 +132,26 @@ class Online(Suite[Settings]):
         if settings.layers:
             self.collecting = timed_collecting(settings.layers)
         self.advance()
-        tokenizer = load_tokenizer(settings.target)
         for seed in range(settings.seeds):
-            prompts = {
-                group: windows(tokenizer, each, count=settings.texts + settings.tokens // NEW + 1, tokens=PROMPT, seed=seed)
-                for group, each in texts.items()
-            }
-            judge = Judge(self._speculator(NoDrafter()), {group: each[: settings.texts] for group, each in prompts.items()}, seed)
-            for name in (settings.draft, settings.other):
-                draft = load_model(name, dtype=settings.dtype, device=settings.device)
-                self.alphas += [Alpha(name, seed, 0, group, judge.alpha(draft, group)) for group in texts]
-            self._serve(SHIFT, B, prompts[B][settings.texts :], seed, self._tokens(seed), judge)
-            self._serve(HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
-            self.advance()
+            try:
+                self._run(seed, texts)
+            except KeyboardInterrupt:
+                self.failures.append(Failure(f"seed {seed}", "measurement", "interrupted; what follows was not measured"))
+                return
+
+    def _run(self, seed: int, texts: Mapping[str, list[str]]) -> None:
+        settings, tokenizer = self.settings, load_tokenizer(self.settings.target)
+        prompts = {
+            group: windows(tokenizer, each, count=settings.texts + settings.tokens // NEW + 1, tokens=PROMPT, seed=seed)
+            for group, each in texts.items()
+        }
+        judge = Judge(self._speculator(NoDrafter()), {group: each[: settings.texts] for group, each in prompts.items()}, seed)
+        for name in (settings.draft, settings.other):
+            draft = load_model(name, dtype=settings.dtype, device=settings.device)
+            self.alphas += [Alpha(name, seed, 0, group, judge.alpha(draft, group)) for group in texts]
+        self._serve(SHIFT, B, prompts[B][settings.texts :], seed, self._tokens(seed), judge)
+        self._serve(HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
+        self.advance()
 
     def _texts(self) -> dict[str, list[str]]:
         """What is served of each group: one file in ten of its packages. The others are written for those who distil drafts on them."""
@@ -282,7 +290,8 @@ class Online(Suite[Settings]):
             f"{settings.compared}; speeds are those in texts that both sides wrote. The first seed serves {self._tokens(0):,} tokens of B, "
             f"each other one {self._tokens(1):,}."
         )
-        return [f"Groups of packages: {packages}. {means}", instrument([self.settings.target])]
+        failures = [f"{each.method}: {each.message}." for each in self.failures]
+        return [f"Groups of packages: {packages}. {means}", *failures, instrument([self.settings.target])]
 
 
 class Judge:

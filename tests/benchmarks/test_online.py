@@ -39,6 +39,19 @@ def test_figures_follow_from_the_records_and_survive_a_document():
         assert [row[1].split(" ")[0] for row in curve] == ["0.00", "0.00", "0.30", "0.30", "0.60", "0.60"]
 
 
+def test_an_interrupted_run_keeps_what_was_measured(monkeypatch):
+    def run_of(seed, texts):
+        if seed:
+            raise KeyboardInterrupt
+        suite.alphas.append(Alpha("a", seed, 0, "B", 0.4))
+
+    suite = Online(Settings(draft="a", other="b", layers=0))
+    monkeypatch.setattr(suite, "_texts", dict)
+    monkeypatch.setattr(suite, "_run", run_of)
+    suite.run()
+    assert len(suite.alphas) == 1 and [each.method for each in suite.failed()] == ["seed 1"]
+
+
 @pytest.mark.nightly
 def test_collecting_is_timed():
     assert all(seconds > 0 for each in timed_collecting(1).values() for seconds in each)
