@@ -90,6 +90,8 @@ def _differences(backend: Backend, seed: int) -> tuple[str | None, str | None]:
     try:
         trial = Trial(backend, texts, sources_of_test(facts), seed)
         of_chain = _chain_error(trial, texts, (1, 2))
+        if of_chain is None and trial.sources:
+            of_chain = _chain_error(trial, texts, (1, 1), nodes=1)  # such passes of LED's decoder know of no mask
         if of_chain is not None or facts.chains_only is not None:
             return of_chain, None
         return None, _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0)) or _left_error(trial, texts)
@@ -127,10 +129,10 @@ def _beyond_window(model: PreTrainedModel) -> int:
     return max([window for window in windows if isinstance(window, int) and window <= WINDOW], default=0) + 5
 
 
-def _chain_error(trial: Trial, texts: list[list[int]], kept: Sequence[int]) -> str | None:
-    """Score a chain and keep ``kept[r]`` of it; the rows that keep some are compared."""
+def _chain_error(trial: Trial, texts: list[list[int]], kept: Sequence[int], *, nodes: int = 3) -> str | None:
+    """Score a chain of so many ``nodes`` and keep ``kept[r]`` of it; the rows that keep some are compared."""
     facts = trial.backend.facts
-    drafted = torch.tensor([some_text(facts, 3, trial.seed + 11 + 6 * row) for row in range(len(texts))], device=facts.device)
+    drafted = torch.tensor([some_text(facts, nodes, trial.seed + 11 + 6 * row) for row in range(len(texts))], device=facts.device)
     logits = trial.score(TokenTree.from_chain(drafted))
     trial.commit(None, kept)
     errors = []

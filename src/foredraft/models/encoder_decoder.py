@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache import TreeCache
 from foredraft.models.cache_names import cache_argument
-from foredraft.models.positions import bias_from, embedded_from
+from foredraft.models.kinds import UNMASKED_TOKENS
+from foredraft.models.positions import bias_from, embedded_from, masked_by
 
 AUDIO = 8000  # samples of sound that a test reads
 ENDLESS = 1 << 30  # tokens
@@ -184,6 +185,7 @@ class Decoder:
         self._biased = [each for each in decoder.modules() if getattr(each, "has_relative_attention_bias", False)]
         self._decoder, self._routers = decoder, routers(decoder)
         self._embedded = None if self.takes_positions else getattr(decoder, "embed_positions", None)
+        self._unmasked = [each.self_attn for each in decoder.layers] if decoder.config.model_type in UNMASKED_TOKENS else []
         self._additive = decoder.config._attn_implementation == "eager"
         self._output: type[Any] | None = None  # what the encoder returns
 
@@ -251,7 +253,9 @@ class Decoder:
         for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
             if ours in arguments:
                 arguments[theirs] = arguments.pop(ours)
-        return self.model(decoder_input_ids=input_ids, **self._encoder_side(rows, input_ids), **arguments)
+        mask = arguments.get("decoder_attention_mask") if input_ids.shape[1] == 1 else None
+        with nullcontext() if mask is None else masked_by(self._unmasked, mask):
+            return self.model(decoder_input_ids=input_ids, **self._encoder_side(rows, input_ids), **arguments)
 
     def _make_keys(self, fresh: Sequence[Encoded]) -> None:
         """Make the cross-attention keys of sources, in a pass over one token each, which is thrown away."""

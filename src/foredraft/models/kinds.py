@@ -9,6 +9,7 @@ RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a stat
 }  # fmt: skip
 RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
 SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
+UNMASKED_TOKENS = {"led"}  # decoders that drop the mask in a pass over one token per row
 REFUSED_WITH_ENCODER = {  # encoder-decoder models, and why they cannot be verified
     "prophetnet": "predicts several tokens from streams of their own, whose positions are slots",
     "xlm-prophetnet": "predicts several tokens from streams of their own, whose positions are slots",

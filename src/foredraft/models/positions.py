@@ -92,6 +92,17 @@ def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int
 
 
 @contextmanager
+def masked_by(layers: Sequence[Any], mask: Tensor) -> Iterator[None]:
+    """For one pass, have attention ``layers`` use ``mask`` rather than what their model gives them."""
+    with ExitStack() as undo:
+        for layer in layers:
+            forward, before = layer.forward, vars(layer).get("forward")
+            layer.forward = lambda *given, forward=forward, **named: forward(*given, **{**named, "attention_mask": mask})
+            undo.callback(vars(layer).pop, "forward") if before is None else undo.callback(setattr, layer, "forward", before)
+        yield
+
+
+@contextmanager
 def embedded_from(table: nn.Module, positions: Tensor, reach: int) -> Iterator[None]:
     """For one pass, have ``table`` embed ``positions`` ``[R, N]``, all below ``reach``, rather than those that it would count.
 
