@@ -227,7 +227,9 @@ def test_nothing_is_learnt_from_a_row_that_failed(kind, tmp_path, monkeypatch):
     drafter.learning.duty.elapsed = 1e9  # there is time for every round
     drafter.learning.collector.keep = pieces.append
     bad = [parameters(7, BAD, [Raises(len(BAD) + 5)]), parameters(8, BAD, [Forces(len(BAD) + 4, POISON)])]
-    texts, ends = run(model.session(), [(0, GOOD[0], parameters(0, GOOD[0])), *((0, BAD, each) for each in bad)])
+    texts, ends = run(
+        model.session(), [(0, GOOD[0], parameters(0, GOOD[0], sampled=False, max_new_tokens=24)), *((0, BAD, each) for each in bad)]
+    )
     assert [ends[slot][0] for slot in range(3)] == ["length", "error", "error"]
     text, learnt = [*GOOD[0], *texts[0]], [piece["tokens"][: piece["length"]].tolist() for piece in pieces]
     assert learnt and all(any(text[start : start + len(each)] == each for start in range(len(text))) for each in learnt)

@@ -60,7 +60,7 @@ def train(out: Path, kind: str, *, resume: bool, report: Callable[[Mapping[str, 
         folder(out, kind),
         Options(**options),
         held_out_data=folder(out, "held_out"),
-        tree_nodes=recipe.TREE_NODES,
+        tree_nodes=recipe.TREE_NODES if kind == "medusa" else None,
         resume=resume,
         report=report,
     )

@@ -33,7 +33,7 @@ print(Engine(Speculator(tiny().double(), "suffix", self_test=False, execution="e
 
 
 def fingerprint(model=None, drafter="none", settings: Settings = Settings(), **options) -> str:  # noqa: B008
-    speculator = Speculator(tiny() if model is None else model, drafter, self_test=False, **{"execution": "eager", **options})
+    speculator = Speculator(tiny() if model is None else model, drafter, **{"self_test": False, "execution": "eager", **options})
     try:
         return Engine(speculator, settings).fingerprint
     finally:
@@ -89,10 +89,11 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
 def test_it_changes_with_a_cache_that_cuts_texts(monkeypatch):
     """One that holds the whole context does not, however large it is."""
     monkeypatch.setattr(Target, "batch_invariant", True, raising=False)
-    target = Target(tiny(), test=False, execution="eager")
-    page = sum(target.page_bytes)
-    target.close()
-    found = [fingerprint(cache_memory=size) for size in (f"{page}B", "1GiB", "2GiB")]
+    how = {"self_test": True}  # without it there are no pages
+    speculator = Speculator(tiny(), "none", execution="eager")
+    page = sum(speculator.target.page_bytes)
+    speculator.close()
+    found = [fingerprint(cache_memory=size, **how) for size in (f"{page}B", "1GiB", "2GiB")]
     assert found[0] != found[1] == found[2]
 
 

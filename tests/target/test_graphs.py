@@ -468,7 +468,7 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if name in HOST_METHODS or (name in ("tensor", "as_tensor") and (kwargs or {}).get("device") is not None):
+        if name in HOST_METHODS or (name in ("tensor", "as_tensor") and (kwargs or {}).get("device") not in (None, "cpu")):
             self.found.append(name)
         return function(*args, **(kwargs or {}))
 

@@ -116,10 +116,11 @@ def hooked(where):
     """A native model with a hook, so that its passes are no single call; and one without pages."""
     model = build_native("llama", torch.float32)
     other = copy.deepcopy(model)
-    paged, plain = Target(model, execution="native"), Target(other, execution="eager", test=False)
-    assert isinstance(paged.cache, PagedCache) and paged.backend.direct is not None
-    model.get_submodule(where).register_forward_hook(lambda *given: None)
-    assert paged.backend.pages is paged.backend.direct is None
+    paged, plain = Target(model, execution="native", owned=True), Target(other, execution="eager", test=False)
+    with torch.inference_mode():
+        assert isinstance(paged.cache, PagedCache) and paged.backend.direct is not None
+        model.get_submodule(where).register_forward_hook(lambda *given: None)
+        assert paged.backend.pages is paged.backend.direct is None
     return paged, plain
 
 

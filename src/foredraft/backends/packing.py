@@ -299,7 +299,8 @@ def one_thread(model: nn.Module | None = None) -> Iterator[None]:
         yield
         return
     with _entering:
-        _outside[me] = next(iter(_outside.values()), None) or torch.get_num_threads()
+        now = torch.get_num_threads()  # asked in any case: a thread that was not would go back to the process's number once it is
+        _outside[me] = next(iter(_outside.values()), now)
         torch.set_num_threads(1)
     try:
         yield

@@ -52,7 +52,7 @@ class OnlineLearner:
         version: that it goes back to.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 1e-3, keep: int = 3):
+    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 3e-4, keep: int = 3):
         self.versions, self.device = Versions(folder, keep=keep), torch.device(device)
         about = self.versions.about()["model"]
         self.buffer = Buffer(folder / TEXTS, Layout(about.get("width", 0)))
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Learn what a server has collected. The server starts this.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
-    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 1e-3), ("keep", int, 3), ("cores", str, "")):
+    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 3e-4), ("keep", int, 3), ("cores", str, "")):
         parser.add_argument(f"--{name}", type=kind, default=default)
     given = parser.parse_args(arguments)
     humble(given.cores)
