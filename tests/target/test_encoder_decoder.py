@@ -236,6 +236,13 @@ def test_a_text_ends_where_the_positions_of_the_decoder_do(name):
     assert found[0] == found[1] and [*map(len, found[0])] == [2, 6]
 
 
+def test_a_mask_that_is_dropped_is_found(monkeypatch):
+    """LED's decoder drops it where a pass reads one token of each row."""
+    monkeypatch.setattr(encoder_decoder, "UNMASKED_TOKENS", set())
+    with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
+        Target(build("led"))
+
+
 def test_padding_that_an_encoder_names_itself_is_not_seen():
     """Its states are fewer than the samples that it reads."""
     model, given = build("moonshine"), sources("moonshine")
