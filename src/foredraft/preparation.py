@@ -28,7 +28,7 @@ REFUSED_ARGUMENTS = {
     "adapter_names": "one adapter serves the whole call; choose it with set_adapter",
     "assistant_model": "the drafter is given to foredraft instead: drafter='draft-model:...'",
     "assistant_tokenizer": "pass the tokenizer as Speculator(..., drafter_options={'tokenizer': ...}) if the draft model names none",
-    "cache_implementation": "Foredraft keeps its own cache",  # with "paged", transformers would decode by itself
+    "cache_implementation": "Foredraft keeps its own cache",  # "paged" would have transformers decode instead
     "custom_generate": "a Speculator is its own decoding method",
     "inputs_embeds": "prompts must be token ids",
     "negative_prompt_ids": "classifier-free guidance is not supported",

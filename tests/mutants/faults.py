@@ -558,7 +558,7 @@ FAULTS = [
         "answers.py", "sorted(entries, key=lambda each: -each.logprob)[:count]", "sorted(entries, key=lambda each: -each.logprob)", SERVER
     ),
     Fault("self_test.py", "if of_chain is None and trial.sources:", "if False:", ENCODERS),
-    Fault("encoder_decoder.py", "if input_ids.shape[1] == 1 else None", "if False else None", ENCODERS),
+    Fault("encoder_decoder.py", "if self._unmasked and input_ids.shape[1] == 1", "if False", ENCODERS),
     Fault("client.py", '    raise ServerError("the stream ended without [DONE]")\n', "", SERVER),
     Fault("report.py", "if any(not check.reproducibility for check in faults):", "if faults:", SERVER),
 ]

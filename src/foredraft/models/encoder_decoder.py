@@ -253,7 +253,7 @@ class Decoder:
         for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
             if ours in arguments:
                 arguments[theirs] = arguments.pop(ours)
-        mask = arguments.get("decoder_attention_mask") if input_ids.shape[1] == 1 else None
+        mask = arguments.get("decoder_attention_mask") if self._unmasked and input_ids.shape[1] == 1 else None
         with nullcontext() if mask is None else masked_by(self._unmasked, mask):
             return self.model(decoder_input_ids=input_ids, **self._encoder_side(rows, input_ids), **arguments)
 

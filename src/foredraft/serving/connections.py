@@ -21,7 +21,7 @@ class Connection(AutoHTTPProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that whatever is unsent pauses writing
+        transport.set_write_buffer_limits(0)  # any unsent byte pauses writing
         self._watch()
 
     def data_received(self, data: bytes) -> None:

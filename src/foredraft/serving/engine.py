@@ -295,7 +295,7 @@ class Engine:
             self.session.remove(slot)
         except Exception as error:
             self._broken(error)
-        self._rate.step(0.0, 1)  # its room is free, as that of a row that ends by itself
+        self._rate.step(0.0, 1)  # counts like a row that ends by itself
         return live
 
     def _over(self, slot: int) -> Live:
