@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from cover import covered
+from encoder_decoders import build as build_with_encoder
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch import nn
 
@@ -18,7 +19,17 @@ from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import choice
 from foredraft.backends import packing as packing_module
 from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import HINTS, Kind, Packing, by_kind, onednn_lays_out, preferred_hint, refusal, sharing
+from foredraft.backends.packing import (
+    HINTS,
+    Kind,
+    Packing,
+    hint_for_texts,
+    layers_of_encoder,
+    onednn_lays_out,
+    preferred_hint,
+    refusal,
+    sharing,
+)
 from foredraft.backends.products import NATIVE, ONEDNN, PLAIN, Product
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
@@ -150,8 +161,32 @@ def test_a_kind_is_chosen_for_once(monkeypatch):
     monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: asked.append(Kind.of(groups[0])))
     model = of("llama")
     packing = Packing(model, sample(model), owned=True)
-    assert len(asked) == len(set(asked)) == len(by_kind(sharing(model, sample(model)))) == len(packing.hints)
+    assert len(asked) == len(set(asked)) == len({Kind.of(layers) for layers in sharing(model, sample(model))}) == len(packing.hints)
     assert packed_bytes(packing) == 0 and not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "best"), [(torch.float32, ONEDNN), (torch.bfloat16, NATIVE)])
+def test_layers_of_an_encoder_have_the_layout_for_long_texts(dtype, best, monkeypatch):
+    monkeypatch.setattr(packing_module, "onednn_lays_out", lambda dtype: True)
+    layers = [[nn.Linear(32, 8, bias=False).to(dtype)]]
+    assert hint_for_texts(layers, (*HINTS, NATIVE)) == best
+    assert hint_for_texts(layers, (NATIVE,)) == NATIVE
+    monkeypatch.setattr(packing_module, "onednn_lays_out", lambda dtype: False)
+    assert hint_for_texts(layers, (*HINTS, NATIVE)) == NATIVE
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_layer_of_an_encoder_is_packed_if_it_computes_the_same(right, always, monkeypatch):
+    if not right:
+        computed = Product.__call__
+        monkeypatch.setattr(Product, "__call__", lambda product, x: computed(product, x) + 1)
+    model = copy.deepcopy(build_with_encoder("t5"))
+    layers = layers_of_encoder(model)
+    packing = Packing(model, lambda: None, owned=False)
+    assert layers and {"forward" in vars(layer) for layer in layers} == {right}
+    assert (packed_bytes(packing) > 0) == right
+    packing.undo()
+    assert not any("forward" in vars(layer) for layer in layers)
 
 
 # -- through the Speculator ------------------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from foredraft.backends import experts
 from foredraft.backends.fusion import Fusion
-from foredraft.backends.packing import Packing, one_thread
+from foredraft.backends.packing import ROUNDING, Packing, one_thread
 from foredraft.backends.products import NATIVE
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest logit: error that another order of summation explains
 
 
 class Kernels:
@@ -144,4 +143,4 @@ def difference(logits: Tensor, expected: Tensor, routed: bool = False) -> float 
     ``routed``: tokens are sent to experts."""
     off = experts.worst(logits.float() - expected.float(), expected.dtype, routed=routed)
     found = float(off / expected.float().abs().max().clamp(min=1e-6))
-    return None if found <= TOLERANCE[expected.dtype] else found
+    return None if found <= ROUNDING[expected.dtype] else found

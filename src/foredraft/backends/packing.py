@@ -33,6 +33,8 @@ from foredraft.models.changes import Override, take_back
 DTYPES = (torch.float32, torch.bfloat16)
 HINTS = (PLAIN, ONEDNN)
 PREFERRED = (NATIVE, ONEDNN, PLAIN)
+TRIED = 8  # inputs that a packed layer of an encoder is tried with
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output: what another order of summation explains
 WORDS = {4: "four", 8: "eight"}
 LIGHT = 2 << 30  # bytes of a model; up to this size, one thread prepares it as fast as several
 
@@ -62,12 +64,13 @@ class Kind:
     inputs: int
     layers: int
     format: Format = UNQUANTISED
+    encoder: bool = False
 
     @staticmethod
-    def of(layers: Sequence[nn.Linear]) -> Kind:
+    def of(layers: Sequence[nn.Linear], *, encoder: bool = False) -> Kind:
         found = format_of(layers[0].weight)
         assert found is not None
-        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), found)
+        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), found, encoder)
 
 
 class Packed(Protocol):
@@ -85,7 +88,8 @@ class Packing:
 
     Args:
         model: on a CPU, in float32 or bfloat16; see :func:`refusal`.
-        sample: runs the model once over a few tokens, so that layers that read the same input are found.
+        sample: runs the model once over a few tokens, so that layers that read the same input are found. It need not run an encoder,
+            whose layers are packed one by one.
         owned: nobody else holds the model. Packed weights then replace the originals, which keeps their memory from doubling;
             parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
         hints: the layouts to choose among.
@@ -104,17 +108,23 @@ class Packing:
         hints: Sequence[int] = HINTS,
     ):
         self.model, self.owned = model, owned
-        groups = sharing(model, sample)
-        self.hints = {kind: preferred_hint(alike, hints) for kind, alike in by_kind(groups).items()}
+        groups = [(Kind.of(layers), layers) for layers in sharing(model, sample)]
+        done = {id(layer) for _, layers in groups for layer in layers}
+        groups += [(Kind.of([layer], encoder=True), [layer]) for layer in layers_of_encoder(model) if id(layer) not in done]
+        chosen = {kind: hint_for_texts if kind.encoder else preferred_hint for kind, _ in groups}
+        self.hints = {kind: chosen[kind](alike, hints) for kind, alike in by_kind(groups).items()}
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
         self.others: list[Packed] = []
         self._taken: list[Source] = []
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
         try:
-            for layers in groups:
-                if (hint := self.hints[Kind.of(layers)]) is not None:
-                    self._replace(layers, Product(layers, hint), [owned and id(layer.weight) not in shared for layer in layers])
+            for kind, layers in groups:
+                if (hint := self.hints[kind]) is None:
+                    continue
+                product = Product(layers, hint)
+                if not kind.encoder or agrees(product, layers[0]):
+                    self._replace(layers, product, [owned and id(layer.weight) not in shared for layer in layers])
         except BaseException:  # no memory for a layout, Ctrl-C
             self.undo()
             raise
@@ -258,10 +268,18 @@ def together(above: Sequence[nn.Linear], layer: nn.Linear) -> bool:
     return ends and all(each is not None and each.grouped and each.order == "" for each in formats)
 
 
-def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear]]]:
+def layers_of_encoder(model: nn.Module) -> list[nn.Linear]:
+    """The packable layers of a model's encoder; none where it has no encoder."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return []
+    encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
+    return [module for module in encoder.modules() if packable(module)]  # type: ignore[misc]
+
+
+def by_kind(groups: Sequence[tuple[Kind, list[nn.Linear]]]) -> dict[Kind, list[list[nn.Linear]]]:
     found: dict[Kind, list[list[nn.Linear]]] = {}
-    for layers in groups:
-        found.setdefault(Kind.of(layers), []).append(layers)
+    for kind, layers in groups:
+        found.setdefault(kind, []).append(layers)
     return found
 
 
@@ -275,6 +293,19 @@ def preferred_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> i
         PLAIN: not quantised and len(groups[0]) > 1,
     }
     return next((hint for hint in PREFERRED if hint in hints and fits[hint]), None)
+
+
+def hint_for_texts(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
+    """The same for layers that read many tokens at once: in float32, oneDNN multiplies large matrices faster than the kernels do."""
+    faster = ONEDNN in hints and groups[0][0].weight.dtype == torch.float32 and preferred_hint(groups, (ONEDNN,)) is not None
+    return ONEDNN if faster else preferred_hint(groups, hints)
+
+
+def agrees(product: Product, layer: nn.Linear) -> bool:
+    """Whether ``product`` computes what its only ``layer`` does."""
+    x = torch.randn(TRIED, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
+    expected = layer(x)
+    return bool((product(x) - expected).abs().max() <= ROUNDING[expected.dtype] * expected.abs().max())
 
 
 @lru_cache(maxsize=8)
