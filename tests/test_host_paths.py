@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -24,9 +25,10 @@ from foredraft.logits.sampler import Sampler
 from foredraft.models import masks
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskBuilder, MaskInputs
+from foredraft.outcome import outcome_of
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.tree import TokenTree, reach, reach_on_host
-from foredraft.verification.match import Match
+from foredraft.verification.match import Greedy, Match
 
 VOCAB = 5
 often = settings(max_examples=100, deadline=None)
@@ -102,14 +104,19 @@ def test_what_lies_within_limits(tree: TokenTree, limits: list[int]):
 # -- verdicts ---------------------------------------------------------------------------------------------------------------
 
 
-def sampler_of(rows: int) -> Sampler:
-    return Sampler([Pipeline()] * rows, [False] * rows, [3] * rows, None, lambda: torch.zeros(1, 1))
+def sampler_of(rows: int, sampled: Sequence[bool] = (False,) * 3, seed: int = 0) -> Sampler:
+    noise = Noise(torch.arange(rows) + seed, torch.arange(rows) + 2) if any(sampled[:rows]) else None
+    return Sampler([Pipeline()] * rows, list(sampled[:rows]), [3] * rows, noise, lambda: torch.zeros(1, 1))
 
 
-def in_tensors(tree: TokenTree, logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> outcome.Outcome:
+def on_host(tree: TokenTree, logits: Tensor) -> outcome.Outcome | None:
+    return outcome.on_host(tree, Greedy(logits), VOCAB)
+
+
+def in_tensors(tree: TokenTree, logits: Tensor, monkeypatch: pytest.MonkeyPatch, sampler: Sampler | None = None) -> outcome.Outcome:
     with monkeypatch.context() as patched:
-        patched.setattr(outcome, "decide_on_host", lambda *_: None)
-        return outcome.decide(Match(), afresh(tree), logits, sampler_of(tree.rows))
+        patched.setattr(outcome, "on_host", lambda *_: None)
+        return outcome.decide(Match(), afresh(tree), logits, sampler or sampler_of(tree.rows))
 
 
 def assert_judged_alike(ours: outcome.Outcome, theirs: outcome.Outcome) -> None:
@@ -136,7 +143,7 @@ def test_a_greedy_walk(tree: TokenTree, data: st.DataObject):
         logits[torch.rand(logits.shape[:2], generator=generator) < 0.3] = odd
     monkeypatch = pytest.MonkeyPatch()
     theirs = in_tensors(tree, logits, monkeypatch)
-    ours = outcome.decide_on_host(tree, logits)
+    ours = on_host(tree, logits) if tree.known_well_formed else None
     if ours is None:
         at_fault = any(line.broken or line.outside or any(line.faults) for line in theirs.rows)
         assert at_fault or odd is not None
@@ -145,11 +152,32 @@ def test_a_greedy_walk(tree: TokenTree, data: st.DataObject):
         assert_judged_alike(outcome.decide(Match(), tree, logits, sampler_of(tree.rows)), theirs)
 
 
+@often
+@given(trees() | trees() | trees(faulty=True), st.lists(st.booleans(), min_size=3, max_size=3), st.data())
+def test_a_sampled_walk(tree: TokenTree, sampled: list[bool], data: st.DataObject):
+    """Some rows may be greedy. Probabilities are steep, so that choices are among the drafted tokens often enough."""
+    odd = data.draw(st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]))
+    seed = data.draw(st.integers(0, 1 << 20))
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2.0 * torch.randint(0, 4, (tree.rows, tree.nodes, VOCAB), generator=generator)
+    if odd is not None:
+        logits[torch.rand(logits.shape[:2], generator=generator) < 0.3] = odd
+    sampler, monkeypatch = sampler_of(tree.rows, sampled, seed), pytest.MonkeyPatch()
+    theirs = in_tensors(tree, logits, monkeypatch, sampler)
+    with monkeypatch.context() as patched:
+        quick = []
+        patched.setattr(outcome, "outcome_of", lambda *given: quick.append(outcome_of(*given)) or quick[-1])
+        ours = outcome.decide(Match(), tree, logits, sampler)
+    assert_judged_alike(ours, theirs)
+    at_fault = any(line.broken or line.outside or any(line.faults) for line in theirs.rows)
+    assert any(each is ours for each in quick) or at_fault or odd is not None
+
+
 def test_of_equal_siblings_the_one_that_leads_deeper_is_walked(monkeypatch: pytest.MonkeyPatch):
     tree = TokenTree(torch.tensor([[0, 2, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]))
     logits = torch.zeros(1, 4, VOCAB)
     logits[0, torch.arange(4), torch.tensor([2, 3, 3, 1])] = 1.0
-    ours = outcome.decide_on_host(tree, logits)
+    ours = on_host(tree, logits)
     assert ours is not None and ours.rows[0].accepted == 2 and list(ours.rows[0].path)[:3] == [0, 2, 3]
     assert_judged_alike(ours, in_tensors(tree, logits, monkeypatch))
 
@@ -159,7 +187,7 @@ def test_of_equal_leaves_the_first_that_is_no_filler_is_kept(valid: list[bool] |
     tree = TokenTree(torch.tensor([[0, 2, 2]]), torch.tensor([[-1, 0, 0]]), None if valid is None else torch.tensor([valid]))
     logits = torch.zeros(1, 3, VOCAB)
     logits[0, torch.arange(3), torch.tensor([2, 3, 4])] = 1.0
-    ours = outcome.decide_on_host(tree, logits)
+    ours = on_host(tree, logits)
     assert ours is not None and ours.rows[0].bonus == 2 + node and list(ours.rows[0].path)[ours.rows[0].accepted] == node
     assert_judged_alike(ours, in_tensors(tree, logits, monkeypatch))
 
@@ -168,10 +196,10 @@ def test_only_nodes_on_the_way_are_read():
     tree = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]))
     logits = torch.full((1, 4, VOCAB), float("nan"))
     logits[0, 0], logits[0, 2] = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
-    judged = outcome.decide_on_host(tree, logits)
+    judged = on_host(tree, logits)
     assert judged is not None and (judged.rows[0].accepted, judged.rows[0].bonus) == (1, 4)
     logits[0, 2, 0] = float("nan")
-    assert outcome.decide_on_host(tree, logits) is None
+    assert on_host(tree, logits) is None
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------------

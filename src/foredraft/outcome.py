@@ -19,7 +19,7 @@ from foredraft.traces import NodeValues, values_of
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.host_trees import HostRows
-from foredraft.verification.match import Ends, Greedy, match, match_on_host
+from foredraft.verification.match import Ends, Greedy, Keyed, Match, match, match_on_host
 
 NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's scores: the first two raw, the others after the processors
 
@@ -73,14 +73,21 @@ def decide(
     if tree.extra:
         tree = tree.proposed
         logits = logits[:, : tree.nodes]
-    if sampler.greedy and sampler.plain and not record and top is None and not traced:
-        outcome = decide_on_host(tree, logits)
+    brief = not record and top is None and not traced and logits.device.type == "cpu" and tree.known_well_formed
+    if brief and sampler.greedy and sampler.plain:
+        outcome = on_host(tree, Greedy(logits), logits.shape[-1])
         if outcome is not None:
             return outcome
     logits = logits.to(tree.tokens.device)
     inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # faults are reported, not read
     failures: Failures = {}
     scores = sampler.scores(logits, inside, failures=failures)
+    if brief and not failures and (sampler.greedy or type(rule) is Match) and finite(scores, logits, sampler):
+        with one_thread(scores):
+            choices = Greedy(scores) if sampler.greedy else Keyed(sampler.distribution(scores), sampler.noise, inside)
+            outcome = on_host(tree, choices, logits.shape[-1])
+        if outcome is not None:
+            return outcome
     with one_thread(scores):
         verdict, best = verify(rule, inside, scores, sampler)
         best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
@@ -96,17 +103,20 @@ def decide(
     return Outcome(rows, path, vectors, logprobs, values_by_row)
 
 
-def decide_on_host(tree: TokenTree, logits: Tensor) -> Outcome | None:
-    """Greedy matching by raw logits, the common case: comparing a few integers is quicker here than two dozen tensor calls.
+def finite(scores: Tensor, logits: Tensor, sampler: Sampler) -> bool:
+    """At every node a token can be chosen: the largest score is finite, raw and processed."""
+    with one_thread(scores):
+        return all(bool(each.amax(-1).isfinite().all()) for each in ([scores] if sampler.plain else [scores, logits]))
 
-    None on other devices, and for what takes a closer look: a tree that may be malformed or holds a token outside the vocabulary, and a
-    score that counts and is not finite.
+
+def on_host(tree: TokenTree, choices: Greedy | Keyed, vocab_size: int) -> Outcome | None:
+    """Where the target's ``choices`` end, on a CPU: comparing a few integers is quicker here than two dozen tensor calls.
+
+    None for what takes a closer look: a token outside the vocabulary, and a score that counts and is not finite.
     """
-    if logits.device.type != "cpu" or not tree.known_well_formed:
-        return None
     rows = HostRows.of(tree)
-    ends = match_on_host(rows, Greedy(logits))
-    return None if ends is None else outcome_of(tree, rows, ends, logits.shape[-1])
+    ends = match_on_host(rows, choices)
+    return None if ends is None else outcome_of(tree, rows, ends, vocab_size)
 
 
 def outcome_of(tree: TokenTree, rows: HostRows, ends: Ends, vocab_size: int) -> Outcome | None:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from foredraft.backends import native
 from foredraft.logits import noise as keyed_noise
-from foredraft.logits.noise import Noise, Purpose, _unit, row_key, row_seeds
+from foredraft.logits.noise import ALONE, Noise, Purpose, _computed, _unit, row_key, row_seeds
 
+needs_kernels = pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")
 ALPHA = 1e-4
 BINS = 16
 FRESH = [Purpose.DRAFT, Purpose.RESIDUAL]
@@ -401,3 +403,70 @@ def test_every_node_has_noise_of_its_own_however_it_is_asked_for():
     assert len({tuple(line) for line in together[0].tolist()}) == 3
     for node in range(3):
         assert torch.equal(noise.rank(weights[:, :1], 4, Purpose.DRAFT, torch.tensor([node]))[:, 0], together[:, node])
+
+
+# -- races run by the kernels ---------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000, ALONE + 5])
+@pytest.mark.parametrize("share", [0.0, 0.9, 1.0], ids=["all", "a tenth", "none"])
+def test_the_kernel_finds_the_winners_that_tensor_operations_find(vocab_size: int, share: float):
+    noise, depths = noise_for([(3, row) for row in range(4)], [5, 9, 5, 800]), torch.arange(6)[None]
+    weights = distributions(4, 6, vocab_size, seed=vocab_size)
+    weights[torch.rand(weights.shape, generator=torch.Generator().manual_seed(1)) < share] = 0.0
+    words = noise.words(Purpose.MATCH, depths + 1)
+    found = native.race(native.library(torch.float32), weights.flatten(0, 1), words.flatten(), keyed_noise._token_hashes(vocab_size, weights.device))
+    expected = _computed(weights, words)
+    assert bool(((found == expected.flatten()) | (found < 0)).all())
+    if share == 0.0 or (share == 0.9 and vocab_size >= 1000):  # of few tokens, all may have weight 0
+        assert bool((found >= 0).all())
+    if share == 1.0 and vocab_size > 1:
+        assert bool((found < 0).all())
+    assert torch.equal(noise.race(weights, depths), expected)
+
+
+@needs_kernels
+def test_the_kernel_leaves_a_race_out_where_rounding_decides():
+    """Two tokens at the same quotient, but for a few units in the last place, in the same lane and in others."""
+    noise, depths, vocab_size = noise_of_rows(1), torch.zeros(1, 1, dtype=torch.long), 100
+    words = noise.words(Purpose.MATCH, depths + 1)
+    hashes, exponentials = keyed_noise._token_hashes(vocab_size, words.device), noise.exponentials(words, vocab_size)[0, 0]
+    for first, second in ((3, 4), (3, 19), (40, 2), (99, 0)):
+        for apart in (-1e-5, -4, -1, 0, 1, 4, 1e-5):
+            weights = torch.full((vocab_size,), 1e-3) * exponentials
+            weights[[first, second]] = exponentials[[first, second]]
+            weights[second] *= 1 + (apart * 2.0**-23 if abs(apart) >= 1 else apart)
+            found = native.race(native.library(torch.float32), weights[None], words.flatten(), hashes)
+            assert found.tolist() == [-1 if abs(apart) >= 1 or not apart else second if apart > 0 else first]
+            assert torch.equal(noise.race(weights[None, None], depths), _computed(weights[None, None], words))
+
+
+@needs_kernels
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_the_kernel_leaves_out_what_is_no_distribution(wrong: float):
+    noise, weights = noise_of_rows(1), distributions(1, 1, 40)
+    weights[0, 0, 7] = wrong
+    words = noise.words(Purpose.MATCH, 1)
+    found = native.race(native.library(torch.float32), weights[0], words.flatten(), keyed_noise._token_hashes(40, words.device))
+    assert found.tolist() == [-1]
+    assert torch.equal(noise.race(weights, torch.zeros(1, 1, dtype=torch.long)), _computed(weights, words))
+
+
+def test_no_kernels_are_compiled_for_a_race(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keyed_noise, "kernel", None)
+    monkeypatch.setattr(native, "library", lambda dtype: pytest.fail("kernels were asked for"))
+    noise, weights, depths = noise_of_rows(2), distributions(2, 3, 40), torch.arange(3)[None]
+    assert torch.equal(noise.race(weights, depths), _computed(weights, noise.words(Purpose.MATCH, depths + 1)))
+
+
+def test_words_are_the_same_by_numpy_and_by_torch():
+    noise = noise_for([(1, 2), (-5, 1 << 70), (0, 0)], [0, 7, 1 << 40])
+    spread = torch.tensor([[0, 1, 5], [7, 7, 2], [9, 0, 1 << 50]])
+    for purpose in Purpose:
+        for offsets in (0, 3, torch.arange(3)[None], spread):
+            for node in (0, 7, torch.arange(3)[None], spread):
+                positions = noise.positions[:, None] + offsets
+                word = keyed_noise._mix(noise.keys[:, None] + positions * keyed_noise._signed(keyed_noise.GOLDEN))
+                apart = keyed_noise._signed(int(purpose) * 0xD1B54A32D192ED03 & keyed_noise.MASK64)
+                assert torch.equal(noise.words(purpose, offsets, node), keyed_noise._mix(word + apart + keyed_noise._spread(node)))

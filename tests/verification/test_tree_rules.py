@@ -272,7 +272,7 @@ def test_match_follows_the_longer_of_two_equal_siblings(monkeypatch: pytest.Monk
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2]]), proposal="iid")
     for choices in (
         follow(tree, torch.tensor([[1, 2, 2, 0]])),
-        match(tree, Keyed(certain_of([1, 2, 2, 0]), Enumeration([World({})]).noise())),
+        match(tree, Keyed(certain_of([1, 2, 2, 0]), Enumeration([World({})]).noise(), tree)),
     ):
         assert (choices.accepted.tolist(), choices.path[0, :3].tolist(), choices.next_token.tolist()) == ([2], [0, 2, 3], [0])
 

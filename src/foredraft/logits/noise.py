@@ -8,10 +8,10 @@ a purpose and a node: such noise is consumed beyond the accepted path, and reusi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 ALONE = 1 << 15  # values from which on work on a CPU is bound by memory, not by calls
 Seed = int | tuple[int, int]
+kernel: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+"""Once kernels are loaded, :func:`foredraft.backends.native.race` by these. None are compiled for races alone."""
 
 
 class Purpose(IntEnum):
@@ -66,6 +68,13 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
     return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def _mix_array(x: Any) -> Any:
+    """The same on uint64 arrays."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9
+    x = (x ^ x >> 27) * 0x94D049BB133111EB
+    return x ^ x >> 31
 
 
 @lru_cache(maxsize=8)
@@ -116,8 +125,17 @@ class Noise:
 
     def words(self, purpose: Purpose, offsets: Tensor | int, node: Tensor | int = 0) -> Tensor:
         """``[R, K]`` int64 words for positions ``root + offsets`` (``[R, K]``, ``[1, K]`` or int) and nodes likewise."""
+        if self.keys.device.type == "cpu":
+            return self._words_on_host(int(purpose), *(each.numpy() if isinstance(each, Tensor) else each for each in (offsets, node)))
         word = _mix(self.keys[:, None] + (self.positions[:, None] + offsets) * _signed(GOLDEN))
         return _mix(word + _signed(int(purpose) * 0xD1B54A32D192ED03 & MASK64) + _spread(node))
+
+    def _words_on_host(self, purpose: int, offsets: Any, node: Any) -> Tensor:
+        """The same by NumPy, whose calls take a fraction of the time."""
+        keys, positions = (each.numpy()[:, None] for each in (self.keys, self.positions))
+        word = _mix_array(keys.view(np.uint64) + (positions + offsets).view(np.uint64) * GOLDEN)
+        spread = np.asarray(node).astype(np.uint64) * 0xABC98388FB8FAC03
+        return torch.from_numpy(_mix_array(word + purpose * 0xD1B54A32D192ED03 % (1 << 64) + spread).view(np.int64))
 
     def exponentials(self, words: Tensor, vocab_size: int) -> Tensor:
         """``[R, K, V]`` float32 Exp(1) noise, one stream per word of ``words`` ``[R, K]``."""
@@ -185,11 +203,22 @@ def _negative_exponentials(words: Tensor, vocab_size: int) -> Tensor:
 def _run(weights: Tensor, words: Tensor) -> Tensor:
     """``[R, K]`` winners argmax weights / E over ``[R, K, V]``; weight 0 never wins while any weight is positive.
 
-    On a CPU large vocabularies run one race at a time, so that the noise stays in the processor's cache.
+    On a CPU a kernel tells the winners of most races. It rounds the noise differently, so it leaves out the few in which that could decide.
     """
+    if kernel is None or weights.device.type != "cpu" or weights.dtype != torch.float32:
+        return _computed(weights, words)
+    found = kernel(weights.flatten(0, 1), words.flatten(), _token_hashes(weights.shape[-1], weights.device)).view(words.shape)
+    for row, race in (found < 0).nonzero().tolist():
+        found[row, race] = _computed(weights[row, race, None, None], words[row, race, None, None])
+    return found
+
+
+def _computed(weights: Tensor, words: Tensor) -> Tensor:
+    """The same by tensor operations. On a CPU large vocabularies run one race at a time, so that the noise stays in the processor's
+    cache."""
     rows, races, vocab_size = weights.shape
     if rows * races > 1 and weights.device.type == "cpu" and vocab_size >= ALONE:
-        winners = [_run(weights[row, race, None, None], words[row, race, None, None]) for row in range(rows) for race in range(races)]
+        winners = [_computed(weights[row, race, None, None], words[row, race, None, None]) for row in range(rows) for race in range(races)]
         return torch.cat(winners).view(rows, races)
     with one_thread(weights):
         noise = _negative_exponentials(words, vocab_size)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Match(Rule):
     proposals = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        return match(tree, Keyed(p, noise))
+        return match(tree, Keyed(p, noise, tree))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,6 @@ class Greedy:
     def best(self) -> Tensor:
         """``[R, N]`` the score of each choice."""
         return self.scores.gather(-1, self.tokens[..., None])[..., 0]
-
-    def everywhere(self, tree: TokenTree) -> Tensor:
-        return self.tokens
 
     @cached_property
     def _values(self) -> Callable[[int, int], np.ndarray[Any, np.dtype[np.floating[Any]]]]:
@@ -88,23 +85,31 @@ class Greedy:
 
 @dataclass(frozen=True, eq=False)
 class Keyed:
-    """The winner of the race of ``p`` ``[R, N, V]`` with ``noise``.
+    """The winner of the race of ``p`` ``[R, N, V]`` with ``noise``, at the nodes of ``tree``.
 
     Over a large vocabulary on a CPU a race costs more than looking whether the next one is needed.
     """
 
     p: Tensor
     noise: Randomness
+    tree: TokenTree
 
     @property
     def one_by_one(self) -> bool:
         return self.p.device.type == "cpu" and self.p.shape[-1] >= ALONE
 
-    def everywhere(self, tree: TokenTree) -> Tensor:
-        return self.noise.race(self.p, tree.depths)
+    @property
+    def tokens(self) -> Tensor:
+        return self.noise.race(self.p, self.tree.depths)
+
+    @cached_property
+    def _told(self) -> list[list[int]]:
+        return cast("list[list[int]]", self.tokens.tolist())
 
     def at(self, level: Level, depth: int) -> list[list[int]]:
         """Nodes of one level that the walk reaches hold the same text, so the first of them decides for all."""
+        if not self.one_by_one:
+            return [[told[node] for node in nodes] for told, nodes in zip(self._told, level)]
         first = [nodes[0] if nodes else -1 for nodes in level]
         reached = {node for node in first if node >= 0}
         p = self.p[:, reached.pop()] if len(reached) == 1 else self.p[torch.arange(len(first)), torch.tensor(first).clamp(min=0)]
@@ -115,7 +120,7 @@ class Keyed:
 def match(tree: TokenTree, choices: Greedy | Keyed) -> Verdict:
     """Follow the target's ``choices`` from the root of every row, as far as they were drafted."""
     if not choices.one_by_one:
-        return follow(tree, choices.everywhere(tree))
+        return follow(tree, choices.tokens)
     ends = match_on_host(HostRows.of(tree), choices)
     assert ends is not None, "races have no scores that are not finite"
     last = torch.tensor(ends.nodes)

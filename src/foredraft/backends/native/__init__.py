@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
+from foredraft.logits import noise
 
 SOURCE = Path(__file__).with_name("layer.c")
 SOURCES = (
@@ -298,8 +299,9 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
+    kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
-    for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest):
+    for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None
     kernels.attend_over.restype = kernels.write_over.restype = None
     kernels.experts_room.argtypes, kernels.experts_room.restype = [ctypes.POINTER(Experts), number, number, number], size
@@ -307,6 +309,8 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.experts_over.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
+    if noise.kernel is None:
+        noise.kernel = partial(race, kernels)
     return kernels
 
 
@@ -360,6 +364,16 @@ def largest(values: Tensor, k: int) -> Tensor | None:
     lines, width = values.shape
     threads = min(torch.get_num_threads(), lines)
     library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), threads)
+    return out
+
+
+def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -> Tensor:
+    """``[N]`` int64 winners of the races of ``weights`` ``[N, V]`` float32 on the CPU with the noise of ``words`` ``[N]`` int64 and ``hashes``
+    ``[V]`` int32, as :meth:`~foredraft.logits.noise.Noise.race` has them; -1 where two tokens are so close that rounding decides."""
+    weights, words = weights.contiguous(), words.contiguous()
+    out = torch.empty(len(weights), dtype=torch.int64)
+    where = (each.data_ptr() for each in (weights, words, hashes))
+    kernels.race(*where, *weights.shape, out.data_ptr(), min(torch.get_num_threads(), len(weights)))
     return out
 
 
