@@ -84,7 +84,10 @@ def decide(
     scores = sampler.scores(logits, inside, failures=failures)
     if brief and not failures and (sampler.greedy or type(rule) is Match) and finite(scores, logits, sampler):
         with one_thread(scores):
-            choices = Greedy(scores) if sampler.greedy else Keyed(sampler.distribution(scores), sampler.noise, inside)
+            if sampler.noise is None:
+                choices: Greedy | Keyed = Greedy(scores)
+            else:
+                choices = Keyed(sampler.distribution(scores), sampler.noise, inside)
             outcome = on_host(tree, choices, logits.shape[-1])
         if outcome is not None:
             return outcome

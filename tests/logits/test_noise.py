@@ -416,7 +416,9 @@ def test_the_kernel_finds_the_winners_that_tensor_operations_find(vocab_size: in
     weights = distributions(4, 6, vocab_size, seed=vocab_size)
     weights[torch.rand(weights.shape, generator=torch.Generator().manual_seed(1)) < share] = 0.0
     words = noise.words(Purpose.MATCH, depths + 1)
-    found = native.race(native.library(torch.float32), weights.flatten(0, 1), words.flatten(), keyed_noise._token_hashes(vocab_size, weights.device))
+    found = native.race(
+        native.library(torch.float32), weights.flatten(0, 1), words.flatten(), keyed_noise._token_hashes(vocab_size, weights.device)
+    )
     expected = _computed(weights, words)
     assert bool(((found == expected.flatten()) | (found < 0)).all())
     if share == 0.0 or (share == 0.9 and vocab_size >= 1000):  # of few tokens, all may have weight 0

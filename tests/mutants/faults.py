@@ -167,6 +167,11 @@ FAULTS = [
         NOISE + TREE_RULES,
     ),
     Fault("noise.py", "bits.mul_(high | 1)", "bits.mul_(1)", NOISE),
+    Fault("noise.py", "(positions + offsets).view(np.uint64) * GOLDEN", "(positions + offsets).view(np.uint64)", NOISE),
+    Fault("layer.c", "#define APART 4e-6f ", "#define APART 0.0f ", NOISE),
+    Fault("layer.c", "beaten = f32_max(beaten, f32_pick(better, ratio, best));", "beaten = f32_max(beaten, ratio);", NOISE),
+    Fault("outcome.py", "and finite(scores, logits, sampler)", "", ("tests/test_host_paths.py",)),
+    Fault("packing.py", "if not kind.encoder or agrees(product, layers[0]):", "if True:", ("tests/target/test_packing.py",)),
     Fault(
         "noise.py",
         "return self._accepts[:, node : node + count] < probability",

@@ -16,7 +16,6 @@ from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
 
 
-
 class Kernels:
     """Packed weights and fused layers on one model, as far as its logits stay the same within rounding.
 

@@ -368,8 +368,8 @@ def largest(values: Tensor, k: int) -> Tensor | None:
 
 
 def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -> Tensor:
-    """``[N]`` int64 winners of the races of ``weights`` ``[N, V]`` float32 on the CPU with the noise of ``words`` ``[N]`` int64 and ``hashes``
-    ``[V]`` int32, as :meth:`~foredraft.logits.noise.Noise.race` has them; -1 where two tokens are so close that rounding decides."""
+    """``[N]`` int64 winners of the races of ``weights`` ``[N, V]`` float32 on the CPU, as :meth:`~foredraft.logits.noise.Noise.race` has
+    them; -1 where two tokens are so close that rounding decides. ``words`` ``[N]`` int64 and ``hashes`` ``[V]`` int32 make the noise."""
     weights, words = weights.contiguous(), words.contiguous()
     out = torch.empty(len(weights), dtype=torch.int64)
     where = (each.data_ptr() for each in (weights, words, hashes))
