@@ -150,13 +150,15 @@ class Server:
             self.learning.swapped(version, 0.01)
 
 
-def test_a_draft_follows_a_shift_and_does_not_forget(tmp_path: Path):
-    """The curve of α over tokens, with a fake clock: first text of one target, then of another, and what is left of the first."""
+def test_a_draft_follows_a_shift_and_does_not_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The curve of α over tokens, with a fake clock: first text of one target, then of another, and what is left of the first. The first
+    weights know nothing that they could rehearse."""
+    monkeypatch.setattr(online, "REHEARSED", 0)
     server, one, other = Server(tmp_path, model(), between=False), Table(1), Table(2)
     assert one.alpha(server.draft) < 0.35
     curve: list[tuple[float, float]] = []
     for target in (one, other):
-        for index in range(13):
+        for index in range(16):
             server.serve(target, 200, index)
         curve.append((one.alpha(server.draft), other.alpha(server.draft)))
     before, after = curve
@@ -257,13 +259,43 @@ def test_what_was_forgotten_does_not_count_as_learnt(tmp_path: Path, monkeypatch
 
 
 def test_what_former_keys_cost_is_measured_without_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As the draft serves; it is trained as before."""
+    """As the draft serves, and of the weights that are tried; the draft is trained as before."""
     monkeypatch.setattr(online, "TIMES", 1000)
     _, learner, _ = filled(tmp_path)
-    seen = set[tuple[bool, bool]]()
-    learner.model.register_forward_pre_hook(lambda module, given, named: seen.add((named["use_cache"], module.training)), with_kwargs=True)
+    seen = set[tuple[str, bool, bool]]()
+    for name, module in (("model", learner.model), ("beside", learner.beside)):
+        module.register_forward_pre_hook(
+            lambda module, given, named, name=name: seen.add((name, named["use_cache"], module.training)), with_kwargs=True
+        )
     steps(learner, 1)
-    assert seen == {(False, True), (True, False)} and learner.model.training
+    assert seen == {("model", False, True), ("beside", False, False), ("beside", True, False)}
+
+
+def test_a_draft_keeps_to_what_the_first_weights_say_in_their_own_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(online, "TIMES", 1000)
+    learners = []
+    for count in (64, 0):
+        monkeypatch.setattr(online, "REHEARSED", count)
+        learners.append(filled(tmp_path / str(count))[1])
+        steps(learners[-1], 4)
+    with_texts, without = learners
+    assert len(with_texts.rehearsed) == 64 and not without.rehearsed
+    ids, first, distances = torch.stack(with_texts.rehearsed), model(), []
+    assert ids.shape == (64, with_texts.buffer.layout.length) and 0 <= int(ids.min()) <= int(ids.max()) < VOCABULARY
+    for learner in learners:
+        with torch.no_grad():
+            logs, own = (each(ids).logits.log_softmax(-1) for each in (first, learner.model))
+        distances.append(float((logs.exp() * (logs - own)).sum(-1).mean()))
+    assert distances[0] < 0.6 * distances[1]
+
+
+def test_what_is_published_is_the_mean_of_the_last_weights(tmp_path: Path):
+    server, learner, _ = filled(tmp_path)
+    steps(learner, 1)
+    found, own, first = server.learning.versions.load(1), *(dict(each.state_dict()) for each in (learner.model, model()))
+    assert all(torch.equal(found[name], value) for name, value in learner.mean.items())
+    for name, value in found.items():
+        assert 0 < float((value - first[name]).norm()) < float((own[name] - first[name]).norm()), name
 
 
 def test_the_server_sees_the_first_turn_too(tmp_path: Path):

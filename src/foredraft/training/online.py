@@ -1,7 +1,10 @@
 """The learner of a drafter that learns while it serves: ``python -m foredraft.training.online FOLDER``.
 
-It reads pieces of text that the server keeps (:mod:`foredraft.drafters.learning.buffer`), takes steps, tries the weights on the newest
-pieces, and publishes them if the target would accept more. It computes while the server grants it time, and ends with it.
+It reads pieces of text that the server keeps (:mod:`foredraft.drafters.learning.buffer`), takes steps, tries the mean of their weights on
+the newest pieces, and publishes it if the target would accept more. It computes while the server grants it time, and ends with it.
+
+A draft model also rehearses: the draft as it was loaded writes texts from nothing, and the one that learns keeps to what that one says
+there. So it forgets little of what it knew, with no text of that kind at hand.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from foredraft.heads.base import Batch, Head
 from foredraft.losses import Compared, Few, Loss, compare
 from foredraft.models.cache_names import cache_argument, cache_of
 
-BATCH = 4  # pieces of a step
+BATCH = 2  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
-STEPS = 10  # between trials
+REHEARSAL = Loss.parse("fkl")  # from what the first weights say
+REHEARSED, TOGETHER = 192, 64  # texts that the first weights write, and how many at once
+MEAN = 0.98  # of the mean of the weights stays in a step
+STEPS = 20  # between trials
 TIMES = 16  # that a piece is learnt from, at most
 WARMUP, CLIP = 10, 1.0  # steps until the learning rate is whole; largest gradient
 CERTAIN = 1.0  # standard errors by which new weights must be better
@@ -49,10 +55,12 @@ class OnlineLearner:
 
     Attributes:
         model: in float32, being trained.
+        mean: of its weights in the last steps, which is what is published.
+        rehearsed: texts that the first weights have written.
         version: that it goes back to.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 3e-4, keep: int = 3):
+    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 1e-3, keep: int = 3):
         self.versions, self.device = Versions(folder, keep=keep), torch.device(device)
         about = self.versions.about()["model"]
         self.buffer = Buffer(folder / TEXTS, Layout(about.get("width", 0)))
@@ -66,6 +74,7 @@ class OnlineLearner:
         config: Any = self.model.config
         self.decay = config.decay if isinstance(self.model, Head) else 1.0  # of the loss, per token ahead
         self._chance = random.Random(self.buffer["steps"])
+        self.rehearsed: list[Tensor] = []
         self._speed, self._refusals = 1.0, 0
         self._go_back()
 
@@ -74,10 +83,14 @@ class OnlineLearner:
     def turns(self) -> Iterator[bool]:
         """Work without end; pauses after every piece. False where there is nothing to do for now."""
         while True:
-            for _ in range(STEPS):
+            for index in range(STEPS):
                 while not self._fresh:
                     yield False
                 self._follow()
+                if not index and not isinstance(self.model, Head):
+                    _copy(self.beside, self.first)
+                    if len(self.rehearsed) < REHEARSED:
+                        yield from self._write()
                 yield from self._step()
             yield from self._trial()
 
@@ -102,6 +115,13 @@ class OnlineLearner:
             if found:
                 torch.autograd.backward(torch.stack(found).sum() / max(1.0, total))
             yield True
+        if self.rehearsed:
+            ids = self._chance.choice(self.rehearsed)[None]
+            places = torch.tensor(sorted(self._chance.sample(range(ids.shape[1]), ids.shape[1] // 2)), device=self.device)
+            with torch.no_grad():
+                first = logits_at(self.beside, ids, places)
+            compare(REHEARSAL, logits_at(self.model, ids, places), first).loss.mean().backward()
+            yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._taken += 1
         for group in self.optimizer.param_groups:
@@ -109,14 +129,31 @@ class OnlineLearner:
         if bool(torch.isfinite(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad()
+        stays = min(MEAN, self._taken / (self._taken + 5))
+        with torch.no_grad():
+            for name, value in self.model.named_parameters():
+                self.mean[name].lerp_(value, 1 - stays)
         self.buffer["steps"] += 1
+
+    def _write(self) -> Iterator[bool]:
+        """Texts that the first weights, which ``beside`` has, write from nothing."""
+        last, begin = vocabulary_of(self.model) - 1, getattr(self.model.config, "bos_token_id", None)
+        firsts = [self._chance.randrange(last + 1) if begin is None else min(begin, last) for _ in range(TOGETHER)]
+        ids, keys = torch.tensor(firsts, device=self.device)[:, None], {}
+        while ids.shape[1] < self.buffer.layout.length:
+            with torch.no_grad():
+                said = self.beside(input_ids=ids[:, -1:], use_cache=True, **keys)
+                keys = {cache_argument(type(self.model)): cache_of(said)}
+                ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1)], 1)
+            yield True
+        self.rehearsed += ids
 
     def _trial(self) -> Iterator[bool]:
         """Try the new weights on the newest pieces; publish them if more is accepted, or else go on, and back after a while."""
         pieces = self.buffer.trial()
         if len(pieces) < PIECES:
             return
-        weights = {name: value.detach().to(self.first[name].dtype, copy=True).cpu() for name, value in self.model.named_parameters()}
+        weights = {name: value.to(self.first[name].dtype, copy=True).cpu() for name, value in self.mean.items()}
         alphas: list[list[Tensor]] = [[], []]
         for found, tried in zip(alphas, (self.published, weights)):
             _copy(self.beside, tried)
@@ -128,30 +165,34 @@ class OnlineLearner:
         self.buffer["before"], self.buffer["after"] = was, was + mean
         if mean > CERTAIN * error:  # not of NaN
             if not isinstance(self.model, Head):
-                yield from self._reading_again(pieces, [each[0] for each in alphas[1]])
+                yield from self._reading_again(pieces, weights, [each[0] for each in alphas[1]])
             self._publish(weights)
         else:
             self._refuse(finite=mean == mean)
         self.buffer["trials"] += 1
 
-    def _reading_again(self, pieces: Sequence[Piece], fresh: Sequence[Tensor]) -> Iterator[bool]:
-        """What is lost where the keys of a text's beginning are those of the published weights; ``fresh``: α with new ones."""
+    def _reading_again(self, pieces: Sequence[Piece], weights: dict[str, Tensor], fresh: Sequence[Tensor]) -> Iterator[bool]:
+        """What new ``weights`` lose where the keys of a text's beginning are those of the published ones; ``fresh``: α without them."""
         gains: list[Tensor] = []
         context = self.buffer.layout.context
+        argument = cache_argument(type(self.model))
+        keys: list[Any] = []
         _copy(self.beside, self.published)
-        self.model.eval()  # as it would serve: without dropout
-        for piece, alpha in zip(pieces, fresh):
+        for piece in pieces:
+            with torch.no_grad():
+                keys.append(cache_of(self.beside(input_ids=self._tensors(piece)[0][:, :context], use_cache=True)))
+            yield True
+        _copy(self.beside, weights)
+        for piece, alpha, former in zip(pieces, fresh, keys):
             behind = torch.from_numpy(piece["places"][: piece["count"]] >= context)
             if not bool(behind.any()):
                 continue
             ids, places, few = self._tensors(piece)
             with torch.no_grad():
-                keys = cache_of(self.beside(input_ids=ids[:, :context], use_cache=True))
-                found = self.model(input_ids=ids[:, context:], **{cache_argument(type(self.model)): keys}, use_cache=True).logits[0]
+                found = self.beside(input_ids=ids[:, context:], **{argument: former}, use_cache=True).logits[0]
                 mixed = compare(self.loss, found[places[behind] - context].float(), few[behind]).alpha.cpu()
             gains.append(alpha[behind] - mixed)
             yield True
-        self.model.train()
         self.buffer["again"] = float(torch.cat(gains).mean()) if gains else 0.0
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
@@ -170,6 +211,7 @@ class OnlineLearner:
     def _go_back(self) -> None:
         """Begin again at the published weights."""
         _copy(self.model, self.published)
+        self.mean = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._taken = 0
 
@@ -192,9 +234,7 @@ class OnlineLearner:
         there. A draft model's tokens are all drafted alike: they are one token ahead."""
         ids, places, few = self._tensors(piece)
         if not isinstance(model, Head):
-            takes = "logits_to_keep" in inspect.signature(model.forward).parameters
-            found = model(input_ids=ids, use_cache=False, **({"logits_to_keep": places} if takes else {})).logits[0]
-            yield torch.arange(len(places)), compare(self.loss, (found if takes else found[places]).float(), few)
+            yield torch.arange(len(places)), compare(self.loss, logits_at(model, ids, places), few)
             return
         count, length = len(places), ids.shape[1]
         numbers = torch.full((length,), -1, device=self.device).index_copy(0, places, torch.arange(count, device=self.device))
@@ -254,6 +294,13 @@ def build(about: dict[str, Any], frozen: dict[str, Tensor]) -> PreTrainedModel |
     return kind(kind.config_class.from_dict(about["config"])).float()
 
 
+def logits_at(model: nn.Module, ids: Tensor, places: Tensor) -> Tensor:
+    """``[M, V]``, float32, of a draft model at the ``places`` ``[M]`` of a text ``[1, L]``."""
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    found = model(input_ids=ids, use_cache=False, **({"logits_to_keep": places} if takes else {})).logits[0]
+    return (found if takes else found[places]).float()
+
+
 def vocabulary_of(model: PreTrainedModel | Head) -> int:
     if isinstance(model, Head):
         return model.config.target.vocab_size
@@ -295,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Learn what a server has collected. The server starts this.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
-    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 3e-4), ("keep", int, 3), ("cores", str, "")):
+    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 1e-3), ("keep", int, 3), ("cores", str, "")):
         parser.add_argument(f"--{name}", type=kind, default=default)
     given = parser.parse_args(arguments)
     humble(given.cores)

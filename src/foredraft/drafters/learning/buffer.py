@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 TOP = 16  # tokens of a distribution
-TRIAL, NEW, OLD = 8, 120, 1536  # pieces of each part
+TRIAL, NEW, OLD = 8, 120, 1024  # pieces of each part
 EVERY = 3  # of so many pieces one is kept for trials
 LARGEST = 512 << 20  # bytes of pieces with hidden states: of large ones there are fewer
 FEWEST = 8  # new and old ones
@@ -40,7 +40,7 @@ class Layout:
 
     def __init__(self, width: int = 0):
         self.width = width
-        self.context, self.length, self.places = (32, 128, 64) if width else (64, 256, 128)
+        self.context, self.length, self.places = (32, 128, 64) if width else (64, 256, 192)
         self.piece = np.dtype(
             [
                 ("length", "i4"),

@@ -14,7 +14,7 @@ from foredraft.device import to_device
 from foredraft.drafters.base import Feedback, Row
 from foredraft.drafters.learning.buffer import TEXT, TOP, Layout, Piece
 
-OTHERS = 0.25  # of the places at which nothing was rejected
+OTHERS = 0.25  # of the places at which nothing was rejected, in pieces with hidden states; in others, all of them
 CHUNK = 256  # logits whose largest is looked at first
 
 
@@ -36,10 +36,14 @@ class Collector:
     Args:
         keep: is given every piece.
         layout: of the pieces. Where they hold hidden states, these are kept from round to round: a piece has no gaps.
+
+    Attributes:
+        share: of the places at which nothing was rejected, so much is kept.
     """
 
     def __init__(self, keep: Callable[[Piece], None], layout: Layout = TEXT):
         self.keep, self.layout = keep, layout
+        self.share = OTHERS if layout.width else 1.0
         self._chance = random.Random(0)
         self._lengths: dict[int, int] = {}  # of the rows' texts, by slot, before the round under way
         self._stretches: dict[int, Stretch] = {}
@@ -125,8 +129,8 @@ class Collector:
         rejected, kept = accepted < feedback.tree.height, []
         for depth in range(accepted + 1):
             certain = rejected and depth == accepted
-            if (certain or self._chance.random() < OTHERS) and before + depth <= len(row.ids):
-                kept.append((depth, before + depth - 1, 1.0 if certain else 1 / OTHERS))
+            if (certain or self._chance.random() < self.share) and before + depth <= len(row.ids):
+                kept.append((depth, before + depth - 1, 1.0 if certain else 1 / self.share))
         return kept
 
     def _stretch(self, row: Row, place: int) -> Stretch:

@@ -69,7 +69,7 @@ class LearnOptions:
     cores: Sequence[int] = ()
     device: str = "cpu"
     loss: str = "lk"
-    rate: float = 3e-4
+    rate: float = 1e-3
     keep: int = 3
 
     def __post_init__(self) -> None:
