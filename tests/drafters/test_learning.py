@@ -22,7 +22,7 @@ from learning_cases import exact_law, law_of, never_started, noisy, restless, sm
 from tape import Tape
 
 from foredraft import ConfigurationError, Speculator, testing
-from foredraft.backends import recorder
+from foredraft.backends import native, recorder
 from foredraft.backends.packing import onednn_lays_out
 from foredraft.drafters.base import Feedback
 from foredraft.drafters.draft_model import DraftModel
@@ -190,8 +190,11 @@ class FakeRow:
     capacity: int = 10**9
 
 
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("vocabulary", [9, 1000, 20_000, 20_001])
-def test_the_likeliest_tokens_and_their_probabilities(vocabulary: int):
+def test_the_likeliest_tokens_and_their_probabilities(vocabulary: int, kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    if not kernels:
+        monkeypatch.setattr(native, "largest", lambda logits, k: None)
     logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16()
     logs, ids = likeliest(logits)
     expected = logits.float().log_softmax(-1)

@@ -274,14 +274,14 @@ def test_what_former_keys_cost_is_measured_without_dropout(tmp_path: Path, monke
 def test_a_draft_keeps_to_what_the_first_weights_say_in_their_own_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(online, "TIMES", 1000)
     learners = []
-    for count in (64, 0):
+    for count in (online.TOGETHER, 0):
         monkeypatch.setattr(online, "REHEARSED", count)
         learners.append(filled(tmp_path / str(count))[1])
         steps(learners[-1], 4)
     with_texts, without = learners
-    assert len(with_texts.rehearsed) == 64 and not without.rehearsed
+    assert len(with_texts.rehearsed) == online.TOGETHER and not without.rehearsed
     ids, first, distances = torch.stack(with_texts.rehearsed), model(), []
-    assert ids.shape == (64, with_texts.buffer.layout.length) and 0 <= int(ids.min()) <= int(ids.max()) < VOCABULARY
+    assert ids.shape == (online.TOGETHER, with_texts.buffer.layout.length) and 0 <= int(ids.min()) <= int(ids.max()) < VOCABULARY
     for learner in learners:
         with torch.no_grad():
             logs, own = (each(ids).logits.log_softmax(-1) for each in (first, learner.model))

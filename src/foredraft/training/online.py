@@ -45,6 +45,7 @@ BACK = 4  # refusals in a row, after which learning begins again at the publishe
 SLOWEST = 0.1  # of the learning rate
 PIECES = 4  # on the trial part before there is a trial
 POLL = 0.01  # seconds between looks at what the server grants
+NICE, AUTOGROUP = 19, Path("/proc/self/autogroup")
 
 
 class OnlineLearner:
@@ -319,7 +320,9 @@ def _copy(model: nn.Module, weights: dict[str, Tensor]) -> None:
 def humble(cores: str) -> None:
     """Give way to everybody else on this machine, the first to go where memory is short."""
     with suppress(AttributeError, OSError):
-        os.nice(10)
+        os.nice(NICE)
+    with suppress(OSError):  # Linux may divide time among sessions first, and this process leads one of its own
+        AUTOGROUP.write_text(str(NICE), encoding="ascii")
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     with suppress(OSError):
