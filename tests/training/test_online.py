@@ -298,6 +298,14 @@ def test_what_is_published_is_the_mean_of_the_last_weights(tmp_path: Path):
         assert 0 < float((value - first[name]).norm()) < float((own[name] - first[name]).norm()), name
 
 
+def test_more_weights_learn_more_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    weights = sum(each.numel() for each in model().parameters())
+    assert filled(tmp_path)[1].rate == 3e-3, "as it was asked for"
+    for small, expected in ((weights, online.RATE), (2 * weights, online.RATE), (weights / 4, online.RATE / 2)):
+        monkeypatch.setattr(online, "SMALL", small)
+        assert OnlineLearner(tmp_path).rate == pytest.approx(expected)
+
+
 def test_the_server_sees_the_first_turn_too(tmp_path: Path):
     """A turn of a large draft takes longer than what is granted at once."""
     _, learner, _ = filled(tmp_path, tokens=200)
@@ -321,9 +329,8 @@ def test_the_server_sees_the_first_turn_too(tmp_path: Path):
 def process(folder: Path, *, memory: int | None = None) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "foredraft.training.online", str(folder), "--parent", str(os.getpid()), "--rate", "0.003"]
     limit = None if memory is None else lambda: resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    return subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.DEVNULL, preexec_fn=limit
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=limit, start_new_session=True)
 
 
 def until(condition: Any, seconds: float = 120) -> None:
@@ -342,6 +349,9 @@ def test_a_process_learns_while_it_is_granted_time_and_can_be_killed(tmp_path: P
         until(lambda: buffer["heartbeat"] > 0)
         time.sleep(0.3)
         assert buffer["steps"] == 0 and not buffer["busy"], "nothing is granted yet"
+        assert os.getpriority(os.PRIO_PROCESS, running.pid) == online.NICE
+        if (group := Path(f"/proc/{running.pid}/autogroup")).exists():
+            assert group.read_text().split()[-1] == str(online.NICE)
         buffer["granted"] = float("inf")
         until(lambda: buffer["published"] > 0)
     finally:

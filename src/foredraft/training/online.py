@@ -32,6 +32,7 @@ from foredraft.heads.base import Batch, Head
 from foredraft.losses import Compared, Few, Loss, compare
 from foredraft.models.cache_names import cache_argument, cache_of
 
+RATE, SMALL = 1e-3, 1_000_000  # learning rate of so many weights
 BATCH = 2  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
 REHEARSAL = Loss.parse("fkl")  # from what the first weights say
@@ -53,6 +54,7 @@ class OnlineLearner:
 
     Args:
         loss: one of :mod:`foredraft.losses`.
+        rate: learning rate; None for :data:`RATE`, and of more weights than :data:`SMALL` less, as one over the root of their number.
 
     Attributes:
         model: in float32, being trained.
@@ -61,16 +63,18 @@ class OnlineLearner:
         version: that it goes back to.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 1e-3, keep: int = 3):
+    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float | None = None, keep: int = 3):
         self.versions, self.device = Versions(folder, keep=keep), torch.device(device)
         about = self.versions.about()["model"]
         self.buffer = Buffer(folder / TEXTS, Layout(about.get("width", 0)))
-        self.loss, self.rate = Loss.parse(loss), rate
+        self.loss = Loss.parse(loss)
         self.first = self.versions.load(0)
         self.version = self.buffer["published"]
         self.published = self._load(self.version)
         frozen = {name: value.to(self.device) for name, value in self.versions.frozen().items()}
         self.model = build(about, frozen).to(self.device).train()
+        weights = sum(each.numel() for each in self.model.parameters())
+        self.rate = RATE * min(1.0, (SMALL / weights) ** 0.5) if rate is None else rate
         self.beside = build(about, frozen).to(self.device).eval()  # has weights that are tried
         config: Any = self.model.config
         self.decay = config.decay if isinstance(self.model, Head) else 1.0  # of the loss, per token ahead
@@ -121,7 +125,7 @@ class OnlineLearner:
             places = torch.tensor(sorted(self._chance.sample(range(ids.shape[1]), ids.shape[1] // 2)), device=self.device)
             with torch.no_grad():
                 first = logits_at(self.beside, ids, places)
-            compare(REHEARSAL, logits_at(self.model, ids, places), first).loss.mean().backward()
+            torch.autograd.backward(compare(REHEARSAL, logits_at(self.model, ids, places), first).loss.mean())
             yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._taken += 1
@@ -140,7 +144,7 @@ class OnlineLearner:
         """Texts that the first weights, which ``beside`` has, write from nothing."""
         last, begin = vocabulary_of(self.model) - 1, getattr(self.model.config, "bos_token_id", None)
         firsts = [self._chance.randrange(last + 1) if begin is None else min(begin, last) for _ in range(TOGETHER)]
-        ids, keys = torch.tensor(firsts, device=self.device)[:, None], {}
+        ids, keys = torch.tensor(firsts, device=self.device)[:, None], dict[str, Any]()
         while ids.shape[1] < self.buffer.layout.length:
             with torch.no_grad():
                 said = self.beside(input_ids=ids[:, -1:], use_cache=True, **keys)
@@ -321,8 +325,9 @@ def humble(cores: str) -> None:
     """Give way to everybody else on this machine, the first to go where memory is short."""
     with suppress(AttributeError, OSError):
         os.nice(NICE)
-    with suppress(OSError):  # Linux may divide time among sessions first, and this process leads one of its own
-        AUTOGROUP.write_text(str(NICE), encoding="ascii")
+    if hasattr(os, "getsid") and os.getsid(0) == os.getpid():  # Linux may divide time among sessions first, and this process leads one
+        with suppress(OSError):
+            AUTOGROUP.write_text(str(NICE), encoding="ascii")
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     with suppress(OSError):
@@ -345,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Learn what a server has collected. The server starts this.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parent", type=int, required=True)
-    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 1e-3), ("keep", int, 3), ("cores", str, "")):
+    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, None), ("keep", int, 3), ("cores", str, "")):
         parser.add_argument(f"--{name}", type=kind, default=default)
     given = parser.parse_args(arguments)
     humble(given.cores)

@@ -59,7 +59,7 @@ class LearnOptions:
         cores: the learner's; none for any. They count at low priority in either case.
         device: that the learner computes on.
         loss: as of ``foredraft train draft``.
-        rate: learning rate.
+        rate: learning rate; None for one that falls with the number of weights.
         keep: versions that are kept.
     """
 
@@ -69,13 +69,13 @@ class LearnOptions:
     cores: Sequence[int] = ()
     device: str = "cpu"
     loss: str = "lk"
-    rate: float = 1e-3
+    rate: float | None = None
     keep: int = 3
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ConfigurationError(f"learn: share must lie between 0 and 1, got {self.share}")
-        if self.keep < 1 or not self.rate > 0:
+        if self.keep < 1 or (self.rate is not None and not self.rate > 0):
             raise ConfigurationError(f"learn: keep must be at least 1 and rate above 0, got {self.keep} and {self.rate}")
         Loss.parse(self.loss)
         if hasattr(os, "sched_getaffinity") and (missing := set(self.cores) - os.sched_getaffinity(0)):
@@ -106,7 +106,8 @@ class LearnOptions:
 def spawn(folder: Path, options: LearnOptions) -> subprocess.Popen[bytes]:
     """Start the learner in a process of its own."""
     command = [sys.executable, "-m", "foredraft.training.online", str(folder), "--parent", str(os.getpid())]
-    command += ["--device", options.device, "--loss", options.loss, "--rate", str(options.rate), "--keep", str(options.keep)]
+    command += ["--device", options.device, "--loss", options.loss, "--keep", str(options.keep)]
+    command += [] if options.rate is None else ["--rate", str(options.rate)]
     command += ["--cores", ",".join(map(str, options.cores))] if options.cores else []
     threads = str(max(1, len(options.cores)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
