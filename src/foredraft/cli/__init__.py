@@ -1,4 +1,4 @@
-"""The command line: ``foredraft generate``, ``audit``, ``demo``, ``models``, ``drafters`` and ``rules``.
+"""The command line, ``foredraft``.
 
 Importing it is fast: torch and transformers are imported by the commands that need them.
 """
