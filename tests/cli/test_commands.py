@@ -392,6 +392,7 @@ def test_stop_min_p_and_repetition_penalty():
         (("x", "--drafter", "draft-model:/no/such/path"), "no model at '/no/such/path'"),
         (("x", "--drafter-option", "nope=1"), "has no option 'nope'; its options: max_ngram, min_ngram"),
         (("x", "--learn"), "drafter 'prompt-lookup' has no option 'learn'"),
+        (("x", "--learn", "--drafter-option", "learn=here"), "--learn and --drafter-option learn=here exclude each other"),
         (("x", "--drafter-option", "nope"), "takes KEY=VALUE, got 'nope'"),
         (("x", "--drafter-option", "max_ngram=many"), "drafter 'prompt-lookup' cannot take these options: max_ngram must be int"),
         (("x", "--rule", "nope"), "unknown rule 'nope'; choose auto, match"),

@@ -94,7 +94,9 @@ VerificationRule = Annotated[
 Learn = Annotated[
     bool,
     SPECULATION(
-        "--learn", help="The drafter learns from what is generated, in a second process. The cache folder then keeps pieces of the texts."
+        "--learn",
+        help="The drafter learns from what is generated. A draft model or a head does so in a second process, and the cache folder then keeps "
+        "pieces of the texts.",
     ),
 ]
 Shape = Annotated[

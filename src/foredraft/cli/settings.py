@@ -50,8 +50,11 @@ class Configuration(Loading):
 
     @property
     def drafter_options(self) -> dict[str, Any]:
-        """Raises ConfigurationError for one that is not of the form KEY=VALUE."""
-        return {**parse_options(self.drafter_option or ()), **({"learn": True} if self.learn else {})}
+        """Raises ConfigurationError for one that is not of the form KEY=VALUE, and for two that say whether to learn."""
+        found = parse_options(self.drafter_option or ())
+        if self.learn and "learn" in found:
+            raise ConfigurationError(f"--learn and --drafter-option learn={found['learn']} exclude each other; leave --learn out")
+        return {**found, **({"learn": True} if self.learn else {})}
 
 
 @dataclass(frozen=True)
