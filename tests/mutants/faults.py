@@ -58,6 +58,7 @@ SEGMENTS = ("tests/target/test_native_segments.py",)
 DESCRIBED = ("tests/target/test_native_described.py",)
 VECTORS = ("tests/target/test_native_vectors.py",)
 THREADS = ("tests/test_threads.py",)
+LEARNER = ("tests/training/test_online.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
 STOPPING = ("tests/drafters/test_layer_skip.py",)
@@ -149,6 +150,9 @@ FAULTS = [
     Fault("vocabularies.py", "likely, found = float(best) - read, (", "likely, found = float(best), (", VOCABULARIES),
     Fault("vocabularies.py", "reading.drafted(text, back)", "reading.drafted(text)", VOCABULARIES),
     Fault("draft_model.py", "self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])", "pass", VOCABULARIES),
+    # -- the learner
+    Fault("online.py", "        if self.rehearsed:\n", "        if False:\n", LEARNER),
+    Fault("online.py", "self.mean[name].lerp_(value, 1 - stays)", "self.mean[name].lerp_(value, 1.0)", LEARNER),
     # -- rolls of the page
     Fault("rolling.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
     Fault("rolling.py", "if not keyed or tree.q is None:", "if True:", ROLL),
