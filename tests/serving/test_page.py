@@ -335,6 +335,39 @@ def test_a_text_may_end_on_a_guess(browser, url):
         assert "the model wrote its end token" in page.locator(".card.round").inner_text()
 
 
+def test_a_character_of_several_tokens_is_shown_whole(browser, url):
+    """At its last token, in a later round as well; and the token that ends the text is none of its."""
+
+    def round_of(above: str, kept: list[str], bonus: str, ended: str = "end of draft") -> dict:
+        count = len(kept)
+        tree = {
+            "tokens": list(range(count + 1)),
+            "texts": [above, *kept],
+            "parents": list(range(-1, count)),
+            "path": list(range(count + 1)),
+        }
+        numbers = {"p": [None] + [0.5] * count, "q": None, "bonus": {"token": 9, "text": bonus, "p": 0.9}}
+        return {"shape": f"chain({count})", **tree, **numbers, "accepted": count, "ended": ended}
+
+    first = round_of("<", ["caf", "bytes:\\xc3"], "bytes:\\xa9")
+    second = round_of("bytes:\\xa9", ["!", "bytes:\\xf0\\x9f"], "bytes:\\x99\\x82")
+    third = round_of("bytes:\\x99\\x82", ["."], "<end>", ended="eos")
+    said = [("caf\N{LATIN SMALL LETTER E WITH ACUTE}", first), ("!\N{SLIGHTLY SMILING FACE}", second), (".", third)]
+    chunks = [{"choices": [{"index": 0, "text": text, "round": round}]} for text, round in said]
+    chunks[-1]["choices"][0]["finish_reason"] = "stop"
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    with opened(browser, url) as page:
+        page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        page.get_by_role("button", name="Continue the text").click()
+        page.locator(".answer .note").get_by_text("7 tokens in 3 passes").wait_for()
+        assert page.locator(KEPT).all_text_contents() == ["caf", "", said[0][0][3:], "!", "", said[1][0][1:], "."]
+        assert page.locator(KEPT).nth(1).get_attribute("aria-label").startswith("part of a character")
+        assert page.locator(KEPT).nth(1).bounding_box()["width"] > 0
+        page.locator(KEPT).nth(5).click()
+        assert "bytes:" in page.locator(".card.round svg").inner_html()
+        assert violations(page) == []
+
+
 def test_a_key_is_asked_for_and_kept_in_this_tab(browser, url):
     with opened(browser, url) as page:
         right = {"authorization": "Bearer sesame"}

@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalon
 import { stream } from "./api.js";
 import { Bar, Field, NumberField, Say, SeedField, Trouble, calm, seedOf, useAbort, useKept } from "./parts.js";
 import { notGuessed } from "./round.js";
-import { Tokens, piece, totals } from "./tokens.js";
+import { Tokens, piece, reader, totals } from "./tokens.js";
 
 const SIDES = [
   { id: "off", name: "Plain", about: "One pass of the model per token." },
@@ -13,10 +13,10 @@ const SIDES = [
 
 /** What came, and when: `{pieces: [{at, text, tokens}], text, first, seconds}`; seconds count from the request. */
 async function record(body, signal, progress) {
-  const pieces = [], begin = performance.now();
+  const pieces = [], read = reader(), begin = performance.now();
   let finished = begin;
   for await (const chunk of stream("v1/completions", body, signal)) {
-    const next = piece(chunk);
+    const next = piece(chunk, read);
     if (!next) continue;
     finished = performance.now();
     pieces.push({ ...next, at: (finished - begin) / 1000 });

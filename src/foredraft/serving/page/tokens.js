@@ -3,23 +3,32 @@
 import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { spoken } from "./parts.js";
 
-/** What one chunk of a stream added: `{text, round, tokens}`, or null where it holds no text. */
-export function piece(chunk) {
+const BYTES = /^bytes:(?:\\x[0-9a-f]{2})+$/; // how the server writes a token that is no text alone
+
+/** Reads the texts of one answer's tokens, in order. A character of several tokens is the text of its last one; those before it have none. */
+export function reader() {
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true }), encoder = new TextEncoder();
+  const bytes = (text) => (BYTES.test(text) ? Uint8Array.from(text.matchAll(/\\x(..)/g), ([, each]) => parseInt(each, 16)) : encoder.encode(text));
+  return (text, last = false) => decoder.decode(bytes(text), { stream: !last });
+}
+
+/** What one chunk of a stream added: `{text, round, tokens}`, or null where it holds no text. `read` is the answer's `reader`. */
+export function piece(chunk, read) {
   const choice = chunk.choices?.[0];
   if (!choice) return null;
   const text = choice.text ?? choice.delta?.content ?? "";
   const round = choice.round ?? null;
   if (!text && !round) return null;
-  return { text, round, tokens: round ? tokensOf(round, text, Boolean(choice.finish_reason)) : [{ kind: "own", text }] };
+  return { text, round, tokens: round ? tokensOf(round, read, Boolean(choice.finish_reason)) : [{ kind: "own", text }] };
 }
 
-/** The round's tokens in the order of the text, refused ones last. A last chunk may end within a round: its text says where. */
-function tokensOf(round, text, last) {
+/** The round's tokens in the order of the text, refused ones last. The token that ends a text is none of its. */
+function tokensOf(round, read, last) {
   const kept = round.path.slice(1).map((node) => ({ kind: "accepted", text: round.texts[node], node, drafter: round.drafters?.[node] }));
   if (round.bonus) kept.push({ kind: "own", text: round.bonus.text, node: "bonus" });
-  let left = text.length;
-  const shown = last ? kept.filter((each) => { const fits = left > 0; left -= each.text.length; return fits; }) : kept;
-  return [...shown, ...refused(round)];
+  const shown = last && round.ended === "eos" ? kept.slice(0, -1) : kept;
+  const written = shown.map((each, index) => ({ ...each, name: each.text, text: read(each.text, last && index === shown.length - 1) }));
+  return [...written, ...refused(round)];
 }
 
 /** The branch that was tried first after the last token kept. */
@@ -83,7 +92,8 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
   const token = (each, index) => {
     const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
     const click = () => { setAt(index); if (each.round) open(each.index); };
-    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
+    const said = each.text === "" && each.name ? "part of a character" : spoken(each.text);
+    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${said}: ${title}`}
       onClick=${click}>${each.kind === "rejected" ? each.text.replace(/\s+/g, " ") : each.text}</span>`;
   };
   const groups = pieces.map(() => []);

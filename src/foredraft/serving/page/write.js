@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalon
 import { stream } from "./api.js";
 import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useKept } from "./parts.js";
 import { Round, inWords, notGuessed } from "./round.js";
-import { Tokens, piece, totals } from "./tokens.js";
+import { Tokens, piece, reader, totals } from "./tokens.js";
 
 const START = "def mean(values):\n    \"\"\"The arithmetic mean.\"\"\"\n";
 
@@ -42,6 +42,7 @@ export function Write({ server }) {
     const before = chat ? [...turns, { role: "user", text }] : [];
     const answer = { role: "assistant", text: "", prompt: chat ? null : text, pieces: [], done: false };
     const show = () => setTurns([...before, { ...answer }]);
+    const read = reader();
     const body = {
       model: server.model, max_tokens: settings.tokens, temperature: settings.temperature, seed: seedOf(settings.seed), rounds: true,
       ...(chat ? { messages: before.map(({ role, text: content }) => ({ role, content })) } : { prompt: text }),
@@ -54,7 +55,7 @@ export function Write({ server }) {
     show();
     try {
       for await (const chunk of stream(chat ? "v1/chat/completions" : "v1/completions", body, abort.begin())) {
-        const next = piece(chunk);
+        const next = piece(chunk, read);
         if (!next) continue;
         answer.pieces = [...answer.pieces, next];
         answer.text += next.text;
