@@ -165,6 +165,16 @@ def test_requests_are_bounded(speculator):
             assert refused.status_code == 400 and word in refused.json()["error"]["message"], (wrong, refused.text)
 
 
+def test_tokens_are_called_as_in_the_rounds_of_a_text():
+    """A token that is no text alone is told from others of its kind."""
+    from served import tiny_chat
+
+    with served(tiny_chat()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        asked = {"prompt": "caf\N{LATIN SMALL LETTER E WITH ACUTE}", "rule": "match", "shape": "chain(1)"}
+        found = client.post("/rounds", json=asked).json()
+    assert found["root"]["text"] == found["round"]["texts"][0] == "bytes:\\xa9"
+
+
 def test_bodies_are_read_as_everywhere():
     """The content type, what is too large without having said so, and null as left out."""
     from served import tiny_chat

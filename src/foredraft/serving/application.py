@@ -270,7 +270,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
         found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
     bodies = [body for *_, body in routes(server) if body is not None]
     if settings.page:
-        found.include_router(router(server.engine, speculator), responses=openapi.ERRORS)
+        found.include_router(router(server.engine, speculator, server.names), responses=openapi.ERRORS)
         pages.add(found)
         bodies.append(RollRequest)
     for kind in (ApiError, HTTPException, RequestValidationError, ForedraftError):

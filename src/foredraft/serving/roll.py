@@ -6,7 +6,7 @@ A roll runs in the engine's thread while no other row is live, and only there. E
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +28,7 @@ from foredraft.serving.openapi import described
 from foredraft.serving.protect import read_json
 from foredraft.serving.rolling import Likely, Roll, Rounds, play
 from foredraft.serving.sse import unless_left
+from foredraft.serving.writers import TokenNames
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.text import encode
@@ -54,7 +55,7 @@ class RollRequest(BaseModel):
     rolls: Annotated[int, Field(ge=1, le=ROLLS)] = 1
 
 
-def router(engine: Engine, speculator: Speculator) -> APIRouter:
+def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRouter:
     """The routes of the page's Roll."""
     routes = APIRouter()
 
@@ -76,7 +77,7 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
         key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
         work = engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
         done, drafter, shape = await unless_left(http.receive, work)
-        body = await run_in_threadpool(written, speculator.tokenizer, done)
+        body = await run_in_threadpool(written, names, done)
         return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
 
     routes.add_api_route("/rounds", guarded(choices), methods=["GET"], **described("/rounds", choices, None))
@@ -164,44 +165,41 @@ def rolled(
         return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
 
 
-def written(tokenizer: Any, done: Rounds) -> dict[str, Any]:
+def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
     """``done`` with the texts of its tokens, as JSON."""
 
-    def text(token: int) -> str:
-        return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-
     def shown(tokens: Sequence[Likely]) -> list[dict[str, Any]]:
-        return [{**asdict(each), "text": text(each.token)} for each in tokens]
+        return [{**asdict(each), "text": names.text(each.token)} for each in tokens]
 
     roll, tally = done.roll, done.tally
     return {
         "proposal": done.proposal,
-        "root": {"token": done.root, "text": text(done.root)},
+        "root": {"token": done.root, "text": names.text(done.root)},
         "round": {
-            **round_of(roll, text),
+            **round_of(roll, names),
             "likely": [shown(each) for each in roll.likely],
             "residual": roll.residual and shown(roll.residual),
         },
         "rolls": sum(tally.landed),
         "landed": tally.landed,
         "expected": tally.expected,
-        "first": [{"token": token, "text": text(token), "count": count, "p": tally.p[token]} for token, count in tally.first.items()],
+        "first": [{"token": token, "text": names.text(token), "count": count, "p": tally.p[token]} for token, count in tally.first.items()],
         "distance": tally.distance,
         "chance": tally.chance,
     }
 
 
-def round_of(roll: Roll, text: Callable[[int], str]) -> dict[str, Any]:
+def round_of(roll: Roll, names: TokenNames) -> dict[str, Any]:
     """A round in the form of the member ``round`` of a chunk, and what only a roll knows."""
     return {
         "tokens": roll.tokens,
-        "texts": [text(token) for token in roll.tokens],
+        "texts": [names.text(token) for token in roll.tokens],
         "parents": roll.parents,
         "p": roll.p,
         "q": roll.q,
         "path": roll.path,
         "accepted": len(roll.path) - 1,
-        "bonus": {"token": roll.bonus, "text": text(roll.bonus), "p": roll.bonus_p},
+        "bonus": {"token": roll.bonus, "text": names.text(roll.bonus), "p": roll.bonus_p},
         "ended": roll.ended,
         "coins": [asdict(coin) for coin in roll.coins],
         "thresholds": roll.thresholds,
