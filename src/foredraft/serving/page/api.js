@@ -1,6 +1,22 @@
 // Requests to the server this page came from. Paths are relative, so that a proxy may serve it below a prefix.
 
 const STORED = "foredraft-key";
+
+/** The tab's storage; where the browser forbids it, values last as long as the page. */
+export const storage = allowed();
+
+function allowed() {
+  try {
+    return sessionStorage;
+  } catch {
+    const values = new Map();
+    return { getItem: (name) => values.get(name) ?? null, setItem: (name, value) => { values.set(name, value); } };
+  }
+}
+
+/** A key as a header takes it: what is no ASCII as bytes of UTF-8, as the server compares them. */
+const bytes = (key) => String.fromCharCode(...new TextEncoder().encode(key));
+
 let askForKey = async () => null;
 let asking = null;
 
@@ -21,13 +37,13 @@ async function newKey(refused) {
   asking ??= askForKey(refused).finally(() => { asking = null; });
   const key = await asking;
   if (key === null) throw new Problem("This server asks for an API key. Reload the page to enter one.", 401);
-  sessionStorage.setItem(STORED, key);
+  storage.setItem(STORED, key);
 }
 
 async function send(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(STORED);
-    const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+    const key = storage.getItem(STORED);
+    const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${bytes(key)}` } : {}) };
     let response;
     try {
       response = await fetch(path, { ...options, headers });

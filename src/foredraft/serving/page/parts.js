@@ -1,6 +1,7 @@
 // Small pieces that several views use.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { storage } from "./api.js";
 
 export const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
@@ -77,12 +78,16 @@ export const Say = ({ text }) => html`<p class="unseen" role="status">${text}</p
 export function useKept(name, initial) {
   const [value, set] = useState(() => {
     try {
-      return JSON.parse(sessionStorage.getItem(name)) ?? initial;
+      return JSON.parse(storage.getItem(name)) ?? initial;
     } catch {
       return initial;
     }
   });
-  useEffect(() => sessionStorage.setItem(name, JSON.stringify(value)), [value]);
+  useEffect(() => {
+    try {
+      storage.setItem(name, JSON.stringify(value));
+    } catch { /* it is full: the value lasts as long as the view */ }
+  }, [value]);
   return [value, set];
 }
 
