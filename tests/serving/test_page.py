@@ -473,6 +473,28 @@ def test_while_a_text_is_written_no_other_begins(browser, url):
         assert len(asked) == 1 and other.is_enabled() and page.get_by_label("Message").input_value() == "And now?"
 
 
+def test_what_was_not_answered_can_be_sent_again(browser, url):
+    """And Enter sends neither what an input method is still composing, nor fields that are wrong."""
+    asked = []
+    with opened(browser, url) as page:
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
+        page.route("**/v1/chat/completions", lambda route: asked.append(route))  # no answer comes
+        page.evaluate("() => sessionStorage.clear()")
+        page.reload()
+        page.evaluate("() => sessionStorage.clear()")
+        page.reload()
+        message = page.get_by_label("Message")
+        message.fill("Hi")
+        message.evaluate("(box) => box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))")
+        page.get_by_label("Seed").fill("luck")
+        message.press("Enter")
+        page.get_by_label("Seed").fill("7")
+        message.press("Enter")
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_role("button", name="Send").wait_for()
+        assert message.input_value() == "Hi" and [route.request.post_data_json["seed"] for route in asked] == [7]
+
+
 def test_a_drafter_without_trees_is_offered_chains(browser, url):
     """Whatever shape another drafter was asked for before."""
     known = httpx.get(f"{url}/rounds").json()

@@ -62,15 +62,13 @@ export function Write({ server }) {
         show();
       }
     } catch (error) {
-      if (error.name !== "AbortError") {
-        setProblem(error);
-        if (chat && !answer.pieces.length) setQuestion(text);
-      }
+      if (error.name !== "AbortError") setProblem(error);
+      if (chat && !answer.pieces.length) setQuestion((typed) => typed || text);
     }
     answer.done = true;
     answer.pieces.length || !chat ? show() : setTurns(before.slice(0, -1));
     setBusy(false);
-    say(`Finished. ${summary(answer.pieces)}`);
+    say(answer.pieces.length ? `Finished. ${summary(answer.pieces)}` : "");
   };
 
   useEffect(() => {
@@ -84,7 +82,11 @@ export function Write({ server }) {
   };
 
   const round = opened && turns[opened.turn]?.pieces[opened.index]?.round;
-  const keys = (event) => { if (event.key === "Enter" && (chat ? !event.shiftKey : event.ctrlKey || event.metaKey)) run(event); };
+  const keys = (event) => {
+    if (event.key !== "Enter" || event.isComposing || !(chat ? !event.shiftKey : event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    event.currentTarget.form.requestSubmit(); // which checks the fields first
+  };
   const put = (name) => (value) => set({ ...settings, [name]: value });
 
   return html`<div class="view">
