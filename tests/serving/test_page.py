@@ -192,6 +192,38 @@ def test_many_rolls_close_on_p_and_those_of_a_lossy_rule_do_not(browser, url):
         assert card.locator(".badge").inner_text() == "lossy"
 
 
+def test_exactly_500_are_rolled_where_the_server_stops_early(browser, url):
+    answer = {"rolls": 0, "seed": 1, "landed": [], "expected": None, "first": [], "distance": 0, "chance": 0.1}
+    answer |= {"rule": "match", "lossless": True, "drafter": "draft-model", "shape": "chain(1)"}
+    asked = []
+
+    def roll(route):
+        if route.request.method == "GET":
+            return route.continue_()
+        asked.append(route.request.post_data_json)
+        made = min(asked[-1]["rolls"], 37)
+        first = [{"token": 1, "text": "x", "count": made, "p": 1.0}]
+        return route.fulfill(json={**answer, "rolls": made, "landed": [made, 0], "first": first})
+
+    with opened(browser, f"{url}/#roll") as page:
+        page.route("**/rounds", roll)
+        page.get_by_role("button", name="Roll 500").click()
+        page.get_by_role("heading", name="500 rolls", exact=True).wait_for()
+        page.get_by_role("button", name="Roll 500").wait_for()
+        assert [each["first"] for each in asked] == list(range(0, 500, 37)) and asked[-1]["rolls"] == 500 - 13 * 37
+
+
+def test_a_round_without_a_guess_is_not_said_to_refuse_one(browser, url):
+    with opened(browser, f"{url}/#roll", motion="reduce") as page:
+        page.get_by_label("Drafter").select_option("prompt-lookup")
+        page.get_by_label("Text so far").fill("a b c d e f")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.locator(".landed").get_by_text("0 of 0 guesses").wait_for()
+        assert "Nothing was guessed" in page.locator(".one .about").inner_text()
+        page.get_by_role("button", name="Draft").click()
+        assert "has nothing to offer" in page.locator(".one .about").inner_text()
+
+
 def test_plain_and_speculative_write_the_same_text(browser, url):
     with opened(browser, f"{url}/#race") as page:
         page.get_by_label("Tokens").fill("24")

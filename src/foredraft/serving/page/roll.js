@@ -7,7 +7,8 @@ import { Many, joined } from "./many.js";
 import { SIGN, lines, Tree } from "./tree.js";
 
 const STEPS = [
-  { id: "Draft", about: (found) => `The drafter (${found.drafter}) guesses ${many(found.round.tokens.length - 1, "token")}. It is small and quick, and often wrong.` },
+  { id: "Draft", about: (found) => (found.round.ended === "no draft" ? `The drafter (${found.drafter}) has nothing to offer here.`
+    : `The drafter (${found.drafter}) guesses ${many(found.round.tokens.length - 1, "token")}. It is small and quick, and often wrong.`) },
   { id: "Verify", about: () => "One pass of the model over all guesses gives p, how likely the model itself finds each of them at its place." },
   { id: "Accept", about: (found) => ACCEPT[found.rule.split("(")[0]] },
   { id: "Correct", about: (found) => correct(found) },
@@ -31,11 +32,13 @@ const TERMS = [
   { step: 3, name: "Residual", about: "p without what the drafter had already offered, scaled to 100 % again.", shown: ({ round }) => round.residual },
 ];
 
-function correct({ rule, round }) {
-  if (round.ended === "end of draft") return "Every guess on the branch stayed, so the model adds one more token from p: it comes free with the pass.";
+function correct({ rule, lossless, round }) {
+  const from = rule.startsWith("typical") ? ", its likeliest" : " from p";
+  if (round.ended === "no draft") return `Nothing was guessed, so the pass gives one token${from}.`;
+  if (round.ended === "end of draft") return `Every guess on the branch stayed, so the model adds one more token${from}: it comes free with the pass.`;
   if (rule.startsWith("match")) return "Where the guess differs, the model's own choice stands in its place. What was guessed after it is thrown away.";
   if (rule.startsWith("typical")) return "The model's likeliest token follows.";
-  return "A guess was refused, so the next token is drawn from the residual. That keeps the text exactly the model's.";
+  return `A guess was refused, so the next token is drawn from the residual.${lossless ? " That keeps the text exactly the model's." : ""}`;
 }
 
 export function Roll({ server }) {
@@ -96,7 +99,7 @@ function Rolling({ known }) {
     let sum = null;
     setTally(null);
     while (!sum || sum.rolls < 500) {
-      const next = await postJSON("rounds", { ...body, seed: sum?.seed, first: sum?.rolls ?? 0, rolls: 50 }, signal);
+      const next = await postJSON("rounds", { ...body, seed: sum?.seed, first: sum?.rolls ?? 0, rolls: Math.min(50, 500 - (sum?.rolls ?? 0)) }, signal);
       sum = joined(sum, next);
       setTally(sum);
     }
