@@ -97,9 +97,9 @@ export function Race({ server }) {
       </div>
     </form>
     <${Trouble} problem=${problem} />
-    ${state && html`<p class="progress" role="status">${state}</p>`}
+    <${Say} text=${!runs ? state.replace(/:.*/, ".") : over ? verdict(runs).said : "Replaying."} />
+    ${state && html`<p class="progress">${state}</p>`}
     ${runs && html`
-      <${Say} text=${over ? verdict(runs).said : "Replaying."} />
       ${over && html`<${Verdict} runs=${runs} />`}
       <div class="pair">${SIDES.map((side) => html`<${Side} ...${side} run=${runs[side.id]} clock=${clock} best=${Math.max(rate(runs.off), rate(runs.auto))} />`)}</div>`}
   </div>`;
