@@ -5,7 +5,7 @@ import { getText } from "./api.js";
 import { Trouble } from "./parts.js";
 import { read, sample } from "./metrics.js";
 
-const EVERY = 1000, KEPT = 300, SHORTEST = 30; // milliseconds, samples, seconds on the time axis
+const EVERY = 1000, KEPT = 300, SHORTEST = 30; // milliseconds, seconds, seconds on the time axis
 
 const CHARTS = [
   { id: "length", name: "Acceptance length", unit: "tokens per drafted round", about: "Guesses kept in a round that drafted, and the token the model adds.", digits: 2, none: "no drafts" },
@@ -22,7 +22,7 @@ export async function watch(before = null) {
   try {
     now = { at: Date.now() / 1000, ...read(await getText("metrics")) };
     const next = sample(before, now);
-    if (next) seen.samples = [...seen.samples.slice(1 - KEPT), next];
+    if (next) seen.samples = [...seen.samples.filter(({ at }) => at > next.at - KEPT && at < next.at), next]; // a hidden tab looks less often
     seen.problem = null;
   } catch (error) {
     seen.problem = error;
