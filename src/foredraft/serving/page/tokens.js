@@ -79,6 +79,7 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
   });
   const last = flat.length - 1;
   const go = (event) => {
+    if (event.altKey || event.ctrlKey || event.metaKey) return; // Alt and an arrow go back in the browser
     const move = { ArrowRight: (from) => from + 1, ArrowLeft: (from) => from - 1, Home: () => 0, End: () => last }[event.key];
     if (move) {
       event.preventDefault();
