@@ -111,6 +111,24 @@ def test_tokens_are_read_and_opened_by_keyboard(browser, url):
         page.keyboard.press("Enter")
         assert page.locator(".card.round").count() == 1
         assert "Round" in page.locator(".view > [role=status]").inner_text()
+        for key in ("Enter", "Escape"):  # from within the round the focus returns to its token
+            page.get_by_role("button", name="Close the round").focus()
+            page.keyboard.press(key)
+            page.locator(".card.round").wait_for(state="detached")
+            assert page.evaluate("() => [...document.querySelectorAll('.tokens .tok')].indexOf(document.activeElement)") == 3
+            page.keyboard.press("Enter")
+            page.locator(".card.round").wait_for()
+
+
+def test_a_number_stays_as_it_is_typed(browser, url):
+    with opened(browser, url) as page:
+        field = page.get_by_label("Temperature")
+        field.fill("")
+        field.press_sequentially("1.0")
+        assert field.input_value() == "1.0"
+        field.fill("")
+        field.press_sequentially("0.7")
+        assert field.input_value() == "0.7"
 
 
 def test_a_round_is_rolled_step_by_step(browser, url):

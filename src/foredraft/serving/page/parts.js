@@ -36,9 +36,13 @@ export function Field({ label, hint, wide, children }) {
 }
 
 export function NumberField({ label, value, set, least, most, step = 1, hint }) {
-  const on = (event) => set(event.currentTarget.value === "" ? "" : Number(event.currentTarget.value));
+  const [typed, setTyped] = useState(""); // "1.0" stays as it is, though the number is 1: more may follow
+  const on = (event) => {
+    setTyped(event.currentTarget.value);
+    set(event.currentTarget.value === "" ? "" : Number(event.currentTarget.value));
+  };
   return html`<${Field} label=${label} hint=${hint}>
-    <input type="number" inputmode="decimal" required min=${least} max=${most} step=${step} value=${value} onInput=${on} />
+    <input type="number" inputmode="decimal" required min=${least} max=${most} step=${step} value=${typed !== "" && Number(typed) === value ? typed : String(value)} onInput=${on} />
   <//>`;
 }
 

@@ -71,8 +71,14 @@ export function Write({ server }) {
     say(answer.pieces.length ? `Finished. ${summary(answer.pieces)}` : "");
   };
 
+  /** Closes the round. Who was in it is at its token again. */
+  const close = () => {
+    const token = document.querySelector(".of-round [tabindex='0']") ?? document.querySelector(".of-round .tok");
+    if (document.activeElement?.closest("aside")) token?.focus();
+    setOpened(null);
+  };
   useEffect(() => {
-    const escape = (event) => { if (event.key === "Escape") setOpened(null); };
+    const escape = (event) => { if (event.key === "Escape") close(); };
     addEventListener("keydown", escape);
     return () => removeEventListener("keydown", escape);
   }, []);
@@ -123,7 +129,7 @@ export function Write({ server }) {
         ${turns.map((turn, at) => html`<${Turn} turn=${turn} hide=${hide} selected=${opened?.turn === at ? opened.index : null}
           open=${look(at)} chat=${chat} />`)}
       </section>
-      ${round && html`<aside><${Round} round=${round} number=${opened.index + 1} close=${() => setOpened(null)} /></aside>`}
+      ${round && html`<aside><${Round} round=${round} number=${opened.index + 1} close=${close} /></aside>`}
     </div>`}
   </div>`;
 }
