@@ -1,6 +1,6 @@
 // Chat and complete: an answer as it comes, each token marked by who wrote it.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
 import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useKept } from "./parts.js";
 import { Round, inWords, notGuessed } from "./round.js";
@@ -134,7 +134,13 @@ export function Write({ server }) {
   </div>`;
 }
 
-function Turn({ turn, hide, selected, open, chat }) {
+/** A finished turn is not drawn again for every token of the next one. */
+function Turn(props) {
+  const { turn, hide, selected, chat } = props;
+  return useMemo(() => drawn(props), [turn, hide, selected, chat]);
+}
+
+function drawn({ turn, hide, selected, open, chat }) {
   if (turn.role === "user") return html`<div class="said"><h2>You</h2><p>${turn.text}</p></div>`;
   return html`<div class=${chat ? "said model-said" : ""}>
     ${chat && html`<h2>Model</h2>`}
