@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 FOLDER = Path(__file__).parent / "page"
 HEADERS = {
-    "content-security-policy": "default-src 'self'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
