@@ -120,6 +120,20 @@ def test_tokens_are_read_and_opened_by_keyboard(browser, url):
             page.locator(".card.round").wait_for()
 
 
+def test_the_focus_stays_where_a_button_was_pressed(browser, url):
+    focused = "(text) => document.activeElement.textContent === text"
+    with opened(browser, url) as page:
+        page.get_by_label("Max. tokens").fill("8")
+        page.get_by_role("button", name="Continue the text").press("Enter")
+        page.locator(".answer p.note").wait_for()
+        page.wait_for_function(focused, arg="Continue the text")
+        page.goto(f"{url}/#roll")
+        page.get_by_role("button", name="Roll 500").press("Enter")
+        page.wait_for_function(focused, arg="Stop")
+        page.keyboard.press("Enter")
+        page.wait_for_function(focused, arg="Roll 500")
+
+
 def test_a_number_stays_as_it_is_typed(browser, url):
     with opened(browser, url) as page:
         field = page.get_by_label("Temperature")

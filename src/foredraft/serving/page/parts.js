@@ -1,6 +1,6 @@
 // Small pieces that several views use.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { storage } from "./api.js";
 
 export const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -93,6 +93,22 @@ export function useKept(name, initial) {
     } catch { /* it is full: the value lasts as long as the view */ }
   }, [value]);
   return [value, set];
+}
+
+/** For a row of buttons that `busy` disables or replaces: whoever pressed one keeps the focus at its place. */
+export function useFocusKept(busy) {
+  const row = useRef(null), place = useRef(-1), before = useRef(busy);
+  const buttons = () => [...(row.current?.querySelectorAll("button") ?? [])];
+  if (before.current !== busy) { // the buttons are still those of before
+    const focused = buttons().indexOf(document.activeElement);
+    if (busy || buttons().some((each) => !each.disabled)) place.current = focused; // else nobody could stay there
+    before.current = busy;
+  }
+  useLayoutEffect(() => {
+    const lost = document.activeElement === document.body || buttons().includes(document.activeElement);
+    if (lost) buttons()[place.current]?.focus({ preventScroll: true });
+  }, [busy]);
+  return row;
 }
 
 /** Aborts what the view has under way when it is left. */

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
-import { Bar, Field, NumberField, Say, SeedField, Trouble, calm, seedOf, useAbort, useKept } from "./parts.js";
+import { Bar, Field, NumberField, Say, SeedField, Trouble, calm, seedOf, useAbort, useFocusKept, useKept } from "./parts.js";
 import { notGuessed } from "./round.js";
 import { Tokens, piece, reader, totals } from "./tokens.js";
 
@@ -35,6 +35,7 @@ export function Race({ server }) {
   const [clock, setClock] = useState(0);
   const [problem, setProblem] = useState(null);
   const abort = useAbort();
+  const row = useFocusKept(Boolean(state));
   const frame = useRef(0);
   useEffect(() => () => cancelAnimationFrame(frame.current), []);
 
@@ -88,7 +89,7 @@ export function Race({ server }) {
         <${NumberField} label="Tokens" value=${settings.tokens} set=${put("tokens")} least="2" most="1000" />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0" most="2" step="0.1" />
         <${SeedField} value=${settings.seed} set=${put("seed")} />
-        <div class="buttons">
+        <div class="buttons" ref=${row}>
           ${state
             ? html`<button type="button" key="stop" onClick=${abort.stop}>Stop</button>`
             : html`<button type="submit" key="go" class="primary">Run both</button>`}

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "./vendor/htm-preact-standalone.js";
 import { postJSON } from "./api.js";
-import { Bar, Choice, Field, NumberField, Say, Trouble, calm, many, percent, useAbort, useKept, visible } from "./parts.js";
+import { Bar, Choice, Field, NumberField, Say, Trouble, calm, many, percent, useAbort, useFocusKept, useKept, visible } from "./parts.js";
 import { Many, joined } from "./many.js";
 import { SIGN, lines, Tree } from "./tree.js";
 
@@ -58,6 +58,7 @@ function Rolling({ known }) {
   const [busy, setBusy] = useState("");
   const [problem, setProblem] = useState(null);
   const abort = useAbort();
+  const row = useFocusKept(Boolean(busy));
 
   const drafter = known.drafters.find(({ id }) => id === settings.drafter) ?? known.drafters[0];
   const shapes = known.shapes.filter((each) => drafter.rules.tree || each.startsWith("chain"));
@@ -130,7 +131,7 @@ function Rolling({ known }) {
           options=${shapes.map((each) => ({ id: each, name: each }))} />
         <${Choice} label="Rule" value=${rule} set=${put("rule")} options=${rules.map((name) => ({ id: name, name: lossy(name) }))} />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.1" most="2" step="0.1" />
-        <div class="buttons">
+        <div class="buttons" ref=${row}>
           <button type="submit" class="primary" disabled=${Boolean(busy)}>${found ? "Roll again" : "Roll"}</button>
           ${busy === "many"
             ? html`<button type="button" key="stop" onClick=${abort.stop}>Stop</button>`

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
-import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useKept } from "./parts.js";
+import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useFocusKept, useKept } from "./parts.js";
 import { Round, inWords, notGuessed } from "./round.js";
 import { Tokens, piece, reader, totals } from "./tokens.js";
 
@@ -21,6 +21,7 @@ export function Write({ server }) {
   const [opened, setOpened] = useState(null); // {turn, index}
   const [said, say] = useState("");
   const abort = useAbort();
+  const row = useFocusKept(busy);
   const box = useRef(null);
 
   const change = (next) => {
@@ -113,7 +114,7 @@ export function Write({ server }) {
         <${NumberField} label="Max. tokens" value=${settings.tokens} set=${put("tokens")} least="1" most="2000" />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0" most="2" step="0.1" />
         <${SeedField} value=${settings.seed} set=${put("seed")} />
-        <div class="buttons">
+        <div class="buttons" ref=${row}>
           ${busy
             ? html`<button type="button" key="stop" onClick=${abort.stop}>Stop</button>`
             : html`<button type="submit" key="go" class="primary">${chat ? "Send" : "Continue the text"}</button>`}
