@@ -263,6 +263,19 @@ def test_nobody_else_uses_the_target_while_it_is_asked_whether_a_row_fits(monkey
     assert seen == [True] and session.turn.thread is None
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_texts_that_have_ended_stay_until_memory_that_was_asked_for_is_used_up(asked):
+    """So what is held does not depend on how many rows happened to run at once."""
+    speculator = speculator_of("none", pages=200 if asked else None)
+    session, pool = speculator.session(), speculator.target.pools[0]
+    for index in range(150):
+        text = [index % 100, index // 100, *((index + place * (1 + index % 7)) % 100 for place in range(120))]
+        session.add(text, RowParameters(max_new_tokens=10, seed=index))
+        while session.live:
+            session.step()
+    assert not pool.held and (pool.made == 200 if asked else pool.made <= 64 + 2 * 3)
+
+
 def test_budgets_that_make_no_sense_are_refused():
     model = build("qwen3", torch.float32)
     for memory, message in [

@@ -251,6 +251,11 @@ class PagedCache(TreeCache):
         for store, size in zip(self.stores, self._sizes):
             store.pool.limit = None if memory is None or not size else memory // sum(self._sizes)
 
+    def fill(self) -> None:
+        """Finished texts may stay until the limit is reached, however little live rows hold."""
+        for store in self.stores:
+            store.pool.spare = store.pool.limit or store.pool.spare
+
     def make_room(self, pages: Sequence[int]) -> bool:
         """Whether rows can take so many more ``pages`` of each kind. If necessary, the limits of the kinds are set in proportion to what
         rows then hold. Cached pages beyond these limits are evicted, and their memory is freed when another kind takes it."""

@@ -212,6 +212,8 @@ class Target(Passes):
             return
         cache.limit(size, self._beside())
         paged = isinstance(cache, PagedCache)
+        if asked and isinstance(cache, PagedCache):
+            cache.fill()
         least, what = (self.cost([1] * len(self.pools)), "one page of 64 tokens") if paged else (self.cost(self.whole(1)), "one row")
         if size is not None and size < least:
             raise ConfigurationError(f"cache_memory has no room for {what}, which takes {in_words(least)} here; allow more")
