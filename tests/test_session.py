@@ -259,3 +259,5 @@ def test_a_busy_machine_is_named_once():
         warnings.simplefilter("error")
         for _ in range(100):
             contention.add(0.1, 0.025)
+    with pytest.warns(UserWarning, match="got 0% of a core, .* 100.0 times"):  # of a clock that ticks too slowly to tell
+        Contention().add(3.0, 0.0)

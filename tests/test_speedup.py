@@ -61,6 +61,15 @@ def test_calls_after_each_other_add_up():
     assert total.value is None
 
 
+def test_a_sum_of_calls_has_the_source_of_its_larger_part():
+    measured, estimated = after(drafted=2), after(drafted=40, price=(0.01, False))
+    assert (measured.source, estimated.source) == ("measured", "estimated from the stored profile")
+    measured.add(estimated)
+    assert measured.source == "estimated from the stored profile"
+    estimated.add(after(drafted=90))
+    assert estimated.source == "measured"
+
+
 def test_a_batch_stands_for_the_plain_passes_of_its_longest_row():
     rows = repetitive((12, 12))
     right = rows[0] + alone(tiny(), rows[0], max_new_tokens=16)

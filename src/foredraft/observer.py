@@ -40,8 +40,8 @@ class Contention:
         if share < self.SHARE:
             self.said = True
             warnings.warn(
-                f"this machine is busy: the thread that decodes got {share:.0%} of a core, so a pass takes about {1 / share:.1f} times as "
-                "long as on a quiet machine; stop other work, or take times measured now with care",
+                f"this machine is busy: the thread that decodes got {share:.0%} of a core, so a pass takes about "
+                f"{1 / max(share, 0.01):.1f} times as long as on a quiet machine; stop other work, or take times measured now with care",
                 stacklevel=2,
             )
 

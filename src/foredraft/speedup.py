@@ -92,8 +92,8 @@ class Speedup:
 
     def add(self, other: Speedup) -> None:
         """Another call ran after this one."""
+        self.source = max(self, other, key=lambda each: each.replaced or 0.0).source  # of the larger part, so before they are summed
         self.replaced = None if self.replaced is None or other.replaced is None else self.replaced + other.replaced
-        self.source = max(self, other, key=lambda each: each.replaced or 0.0).source if self.source != other.source else self.source
         for name in ("seconds", "plain", "low", "plain_rounds", "drafted_rounds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
