@@ -121,6 +121,16 @@ def test_measured_points_lie_on_the_curves_of_their_length(tmp_path: Path, monke
     )
 
 
+def test_a_value_that_is_given_twice_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("foredraft.cli.theory.rules", list)
+    given = ["--alpha", 0.5, "--gamma", 2, "--c", 0.1]
+    result = cli(*given, *given, "--json", tmp_path / "o.json")
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert len(document["chains"]) == len(document["best"]) == 1 and len(document["cache"]) == 4
+    assert "operations  c 0.1\n" in result.stdout
+
+
 def test_a_curve_in_a_terminal():
     lines = text_of(Plot("x", "", "α", "speed", [Curve("one", [(0, 1), (1, 3)], [(0.5, 2)]), Curve("two", [(0, 3)])])).splitlines()
     assert lines[1].startswith("       3 │b") and lines[1].endswith("a") and lines[14].startswith("       1 │a")
@@ -147,6 +157,11 @@ def test_alpha_outside_its_range(alpha: float):
         ("--with other.json", "other.json is not a report of foredraft table"),
         ("--with bare.json", "bare.json has no cells"),
         ("--with broken.json", "broken.json is not a report of foredraft table: it lacks 'alpha'"),
+        ("--with flat.json", "flat.json is not a report of foredraft table: 'float' object is not subscriptable"),
+        ("--with null.json", "null.json is not a report of foredraft table: '<=' not supported between"),
+        ("--with nan.json", "nan.json is not a report of foredraft table: speedup is nan"),
+        ("--with above.json", "above.json is not a report of foredraft table: alpha is 1.5"),
+        ("--with names.json", "names.json is not a report of foredraft table: string indices must be integers"),
         ("--plots other.json", "cannot write 'other.json'"),
         ("--json /none/out.json", "there is no folder '/none'"),
     ],
@@ -158,5 +173,10 @@ def test_what_cannot_work_is_refused(arguments: str, message: str, tmp_path: Pat
     written(tmp_path / "other.json", schema=1, candidates=[])
     written(tmp_path / "bare.json", report="table", cells=[])
     written(tmp_path / "broken.json", report="table", cells=[{name: value for name, value in CELL.items() if name != "alpha"}])
+    written(tmp_path / "flat.json", report="table", cells=[{**CELL, "alpha": 0.75}])
+    written(tmp_path / "null.json", report="table", cells=[{**CELL, "tokens_per_pass": None}])
+    written(tmp_path / "nan.json", report="table", cells=[{**CELL, "speedup": {"value": float("nan")}}])
+    written(tmp_path / "above.json", report="table", cells=[{**CELL, "alpha": {"value": 1.5}}])
+    written(tmp_path / "names.json", report="table", cells={"a": CELL})
     result = cli(*arguments.split())
     assert result.exit_code == 2 and message in result.output.replace("\n", " "), result.output

@@ -4,7 +4,7 @@ enumeration, which ways of verifying a draft keep the target's distribution."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import inf
@@ -69,6 +69,13 @@ class Measured:
     speedup: float
     operations: float
 
+    def check(self) -> None:
+        """Raises ValueError or TypeError for what no measurement gives."""
+        for name in ("alpha", "gamma", "c", "c_operations", "tokens_per_pass", "speedup", "operations"):
+            value, least = getattr(self, name), 0 if name in ("alpha", "gamma", "c", "c_operations") else 1e-9
+            if not least <= value < inf or (name == "alpha" and value > 1):
+                raise ValueError(f"{name} is {value!r}")
+
     @property
     def predicted(self) -> dict[str, float]:
         alpha = formulas.below_one(self.alpha)
@@ -103,6 +110,7 @@ def theory(
         check_extra("matplotlib", "plot", "--plots")
         with writing(plots):
             plots.mkdir(exist_ok=True)
+    setting = replace(setting, **{name: [*dict.fromkeys(getattr(setting, name))] for name in DEFAULT})  # each once
     measured = [each for path in reports or () for each in read_cells(path)]
     numbers, curves = document(setting, measured), figures(setting, measured)
     if as_json is not None:
@@ -125,7 +133,7 @@ def read_cells(path: Path) -> list[Measured]:
     if not found.get("cells"):
         raise ConfigurationError(f"{path} has no cells")
     try:
-        return [
+        cells = [
             Measured(
                 draft=f"{each['target']}, {each['draft']}",
                 task=f"{each['task']}, temperature {each['temperature']:g}",
@@ -135,8 +143,13 @@ def read_cells(path: Path) -> list[Measured]:
             )
             for each in found["cells"]
         ]
+        for cell in cells:
+            cell.check()
     except KeyError as error:
         raise ConfigurationError(f"{path} is not a report of foredraft table: it lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not a report of foredraft table: {error}") from error
+    return cells
 
 
 # -- numbers --------------------------------------------------------------------------------------------------------------
