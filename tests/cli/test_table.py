@@ -155,6 +155,36 @@ def test_forms(tmp_path: Path):
     assert json.loads(out.read_text())["cells"] == [asdict(CELL)]
 
 
+def test_names_in_latex():
+    """In the order of the text: what LaTeX would read as a command, or print as something else."""
+    line = table.latex([replace(CELL, target=r"~/a^b\c{d}$", task="<x|y>")]).splitlines()[4]
+    assert line.startswith(r"$\sim$/a\^{}b$\backslash$c\{d\}\$ & draft-model:d & $<$x$|$y$>$ & ")
+
+
+def test_a_rule_that_does_not_fit_a_draft_is_left_to_others():
+    def rule(asked: str | None, *proposals: str) -> str:
+        drafter: Any = SimpleNamespace(proposals_for=lambda shape: proposals)
+        return table.rule_of(replace(SETTING, rule=asked), drafter, 3)
+
+    assert [rule(each, "iid", "keyed") for each in (None, "block", "match", "auto")] == ["rejection", "block", "match", "auto"]
+    assert [rule(each, "deterministic") for each in (None, "block", "match", "auto")] == ["auto", "auto", "match", "auto"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ConfigurationError("ends every text"), 2)])
+def test_what_was_measured_is_kept(error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def run(setting: Any, progress: Any):
+        yield [CELL]
+        raise error
+
+    monkeypatch.setattr(table, "run", run)
+    files = {name: tmp_path / f"o.{name}" for name in ("json", "markdown", "latex")}
+    result = cli("--target", "zoo:python-1m", *(part for name, path in files.items() for part in (f"--{name}", path)))
+    assert result.exit_code == code and "2.20×" in result.stdout
+    document = json.loads(files["json"].read_text())
+    assert document["cells"] == [asdict(CELL)] and document["complete"] is False
+    assert files["markdown"].read_text() == table.markdown([CELL]) and files["latex"].read_text() == table.latex([CELL])
+
+
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tasks, a draft model and the bigram, greedy and sampled, on a tiny model."""
     monkeypatch.setattr("foredraft.cli.table.measured", lambda speculator, most: known_costs(pass_=PASS, level=C * PASS))
@@ -167,7 +197,9 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = ["--json", tmp_path / "o.json", "--markdown", tmp_path / "o.md", "--latex", tmp_path / "o.tex"]
     result = cli("--target", tmp_path / "model", *tasks, *drafts, *files, "--max-new-tokens", 8, "--repeats", 1, "--threads", 1)
     assert result.exit_code == 0, result.output
-    cells = json.loads((tmp_path / "o.json").read_text())["cells"]
+    document = json.loads((tmp_path / "o.json").read_text())
+    cells = document["cells"]
+    assert document["complete"] is True
     assert [(each["task"], each["temperature"]) for each in cells] == [(t, k) for t in ("one", "two") for k in (0, 1) for _ in range(2)]
     assert [each["draft"].partition(":")[0] for each in cells[:2]] == ["draft-model", "bigram"]
     assert [each["rule"] for each in cells[:4]] == ["match", "match", "rejection", "rejection"]

@@ -281,7 +281,7 @@ def table(
     Plain decoding and all drafts take turns. A star marks the fastest draft of each task and temperature, if it beats plain decoding. A
     bigram model, counted from the text at hand, is always among them.
 
-    Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C. What was measured until then is shown and written.
     """
     for each in target:
         check(replace(contest, target=each).plain, contest.drafters or (), encoders=True)
@@ -294,14 +294,21 @@ def table(
         from foredraft.cli import table as pairs
 
         setting = pairs.Setting(contest, target, tasks, temperature, sorted({*gamma}), rule, max_new_tokens, repeats)
-        cells = pairs.run(setting, progress)
-        if as_json is not None:
-            write_json(as_json, pairs.document(setting, cells))
-        for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
-            if path is not None:
-                with writing(path):
-                    path.write_text(write(cells), encoding="utf-8")
-    tables.console().print(pairs.report(cells), soft_wrap=True)
+        cells, complete = list[pairs.Cell](), False
+        try:
+            for some in pairs.run(setting, progress):
+                cells += some
+            complete = True
+        finally:  # what was measured before Ctrl-C or a failure is kept
+            progress.clear()
+            if cells:
+                tables.console().print(pairs.report(cells), soft_wrap=True)
+            if cells and as_json is not None:
+                write_json(as_json, pairs.document(setting, cells, complete=complete))
+            for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
+                if cells and path is not None:
+                    with writing(path):
+                        path.write_text(write(cells), encoding="utf-8")
 
 
 app.command()(serve)

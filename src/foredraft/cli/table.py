@@ -7,7 +7,7 @@ the γ it asked for has k successes, and one failure unless k = γ. A token that
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from statistics import mean, median
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from rich.console import Group, RenderableType
 from torch import nn
 
-from foredraft import theory
+from foredraft import theory, verification
 from foredraft.auditing.prompts import default_prompts
 from foredraft.cli.alpha import between, chain_costs, measured
 from foredraft.cli.generation import load_speculator, make_drafter
@@ -119,12 +119,13 @@ class Cell:
     best: bool = False
 
 
-def run(setting: Setting, progress: Progress) -> list[Cell]:
-    """All cells, target by target."""
-    return [cell for target in setting.targets for cell in on_target(replace(setting.contest, target=target), setting, progress)]
+def run(setting: Setting, progress: Progress) -> Iterator[list[Cell]]:
+    """All cells, those of a target, a task and a temperature together."""
+    for target in setting.targets:
+        yield from on_target(replace(setting.contest, target=target), setting, progress)
 
 
-def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Cell]:
+def on_target(contest: Contest, setting: Setting, progress: Progress) -> Iterator[list[Cell]]:
     progress.show(f"loading {contest.target}")
     tokenizer = load_tokenizer(contest.target)
     tasks = setting.tasks or {"built-in": default_prompts(contest.target)}
@@ -141,7 +142,6 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
     for name, speculator in speculators.items():
         progress.show(f"{contest.target}: measuring the costs of {name}")
         costs[name] = measured(speculator, longest)
-    cells = list[Cell]()
     for task, prompts in rows.items():
         given = [padded(plain.model, [row], tokenizer) for row in prompts]
         for temperature in setting.temperatures:
@@ -149,13 +149,14 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
             ways = [Way(name, gamma, each) for name, each in speculators.items() for gamma in setting.gammas]
             way = Way("plain", 0, plain)
             take_turns([way, *ways], given, setting, temperature)
-            cells += starred([cell_of(each, way, costs[each.draft], contest.target, task, temperature) for each in ways])
-    return cells
+            yield starred([cell_of(each, way, costs[each.draft], contest.target, task, temperature) for each in ways])
 
 
 def rule_of(setting: Setting, drafter: Drafter, gamma: int) -> str:
-    """As asked for; else the paper's, where the drafter can draw from q. Greedy decoding has one rule in any case."""
-    return setting.rule or (PAPERS if "iid" in drafter.proposals_for(TreeShape.chain(gamma)) else "auto")
+    """As asked for, else the paper's, where it fits what the drafter proposes; the best one otherwise, which is match for drafts that are
+    not drawn from q. Greedy decoding has one rule in any case."""
+    rule, offered = setting.rule or PAPERS, drafter.proposals_for(TreeShape.chain(gamma))
+    return rule if rule == "auto" or {*verification.describe(rule).proposals} & {*offered} else "auto"
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------------
@@ -273,7 +274,10 @@ def starred(cells: Sequence[Cell]) -> list[Cell]:
 
 NAMES = ("target", "draft", "task")
 FIGURES = ("T", "γ", "α", "95 %", "c", "speed-up", "95 %", "formula", "costs", "tokens/pass", "operations")
-LATEX = {"γ": r"$\gamma$", "α": r"$\alpha$", "×": r"$\times$", STAR: r"$\star$", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "–": "--"}
+LATEX = {
+    "γ": r"$\gamma$", "α": r"$\alpha$", "×": r"$\times$", STAR: r"$\star$", "%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "–": "--",
+    "$": r"\$", "{": r"\{", "}": r"\}", "\\": r"$\backslash$", "~": r"$\sim$", "^": r"\^{}", "<": "$<$", ">": "$>$", "|": "$|$",
+}  # fmt: skip
 
 
 def lines(cells: Sequence[Cell]) -> list[list[str]]:
@@ -303,11 +307,11 @@ def report(cells: Sequence[Cell]) -> RenderableType:
     return Group(*tables)
 
 
-def document(setting: Setting, cells: Sequence[Cell]) -> dict[str, Any]:
-    """Everything, for JSON; ``foredraft theory --with`` reads it."""
+def document(setting: Setting, cells: Sequence[Cell], *, complete: bool = True) -> dict[str, Any]:
+    """Everything, for JSON; ``foredraft theory --with`` reads it. A run that was interrupted or failed is not ``complete``."""
     own = {"dtype": setting.contest.dtype, "threads": torch.get_num_threads(), "tokens": setting.tokens, "repeats": setting.repeats}
     when = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return {"schema": 1, "report": "table", **own, **when, "cells": [asdict(each) for each in cells]}
+    return {"schema": 1, "report": "table", **own, **when, "complete": complete, "cells": [asdict(each) for each in cells]}
 
 
 def markdown(cells: Sequence[Cell]) -> str:
