@@ -19,7 +19,7 @@ from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server,
 from foredraft.auditing.server.abilities import Abilities, find
 from foredraft.auditing.server.answers import Answer, Request, answers
 from foredraft.auditing.server.client import Client, ServerError
-from foredraft.auditing.server.contents import shorter
+from foredraft.auditing.server.contents import counts, shorter
 from foredraft.auditing.server.plan import Plan
 from foredraft.cli import app
 
@@ -145,6 +145,33 @@ def test_without_log_probabilities_nothing_is_counted_as_passed_that_was_not_ask
     assert "the server gives no log-probabilities" in report.notes and "could not be asked everything" in report.summary
 
 
+def test_a_server_that_takes_the_number_of_alternatives_and_gives_none_is_not_tested_on_them():
+    report = audited("no alternatives")
+    assert report.verdict == "inconclusive" and report.samples is None and status(report, SAMPLES) == "not asked", report.summary
+    assert "the server gives 0 alternatives at each token" in report.notes
+
+
+def test_a_server_that_gives_fewer_alternatives_than_asked_for_is_not_accused():
+    """It adds the drawn token to its five."""
+    asked = Client("http://server", transport=FakeServer(frozenset({"five alternatives"})).transport())
+    assert find(asked, PROMPTS[0]).logprobs in (5, 6)
+    assert drawn("five alternatives", count=40, alternatives=6).passed and drawn("five alternatives", count=40, alternatives=5).passed
+
+
+def test_log_probabilities_that_are_missing_in_streams_are_not_called_equal():
+    report = audited("no log-probabilities in a stream")
+    found = {check.name: check.found for check in report.checks}
+    assert report.verdict == "exact" and found[LOAD].startswith("9 answers") and found[LOADED].endswith("in 6 answers")
+
+
+def test_answers_that_cannot_be_counted_are_not():
+    def answer(usage: int | None) -> Answer:
+        return Answer(Request("a", max_tokens=3), ("abc",), None, "length", usage, None)
+
+    plan: Any = SimpleNamespace(client=SimpleNamespace(seen=[answer(3), answer(None), answer(3)]))
+    assert counts(plan).found.startswith("counts agree in 2 answers; only by usage")
+
+
 def test_a_server_that_only_chats_is_asked_that():
     report = audited(server={"chat_only": True})
     assert report.verdict == "exact" and report.endpoint == "/v1/chat/completions", report.summary
@@ -258,6 +285,10 @@ def test_what_a_server_takes_is_found_out():
         ("http://server", {"model": "other"}, "no model 'other'; it lists fake"),
         ("http://server", {"significance": 2}, "significance"),
         ("http://server", {"max_new_tokens": 0}, "max_new_tokens"),
+        ("http://server:port", {}, "takes an address such as .* Invalid port"),
+        ("http://server", {"api_key": "k\N{LATIN SMALL LETTER E WITH ACUTE}y"}, "ASCII characters only"),
+        ("http://server", {"prompts": "a text"}, "prompts must be a list of texts"),
+        ("http://server", {"prompts": []}, "prompts must be a list of texts"),
     ],
 )
 def test_mistakes(url: str, options: dict[str, Any], message: str):

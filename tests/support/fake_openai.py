@@ -141,7 +141,8 @@ class FakeServer:
         if self.on("drops the last token from the text") and finish == "length":
             shown = shown[:-1]
         pieces, stopped = self.cut(shown, stops, streamed=bool(body.get("stream")))
-        logprobs = self.logprobs(body, prompt, ids, chat, scale) if body.get("logprobs") is not None else None
+        asked = body.get("logprobs") is not None and not (body.get("stream") and self.on("no log-probabilities in a stream"))
+        logprobs = self.logprobs(body, prompt, ids, chat, scale) if asked else None
         return {
             "index": index, "pieces": pieces, "count": count, "logprobs": logprobs, "finish_reason": "stop" if stopped else finish,
         }  # fmt: skip
@@ -213,6 +214,7 @@ class FakeServer:
 
     def logprobs(self, body: dict[str, Any], prompt: str, ids: list[int], chat: bool, scale: float) -> dict[str, Any]:
         count = (body.get("top_logprobs") or 0) if chat else int(body["logprobs"])
+        count = min(count, 0 if self.on("no alternatives") else 5 if self.on("five alternatives") else count)
         last, before = start(prompt)
         rows = []
         for place, token in enumerate(ids):

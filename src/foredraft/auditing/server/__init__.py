@@ -63,6 +63,8 @@ def audit_server(
     for name, share in (("significance", significance), ("bias", bias)):
         if not 0 < share < 0.5:
             raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {share!r}")
+    if prompts is not None and (isinstance(prompts, str) or not prompts or not all(prompts)):
+        raise ConfigurationError(f"prompts must be a list of texts, with at least one and none of them empty, got {prompts!r}")
     if find_spec("httpx") is None:
         raise ConfigurationError("--server needs httpx; install it with: pip install 'foredraft[serve]'")
     from foredraft.auditing.server import abilities
@@ -72,7 +74,7 @@ def audit_server(
     with closing(Client(url, api_key=api_key, at_once=at_once, transport=transport)) as client:
         progress("asking the server what it takes")
         client.model = abilities.find_model(client, model)
-        texts = list(prompts or built_in(client.model))
+        texts = list(built_in(client.model) if prompts is None else prompts)
         plan = Plan(client, abilities.find(client, texts[0]), texts, seed, max_new_tokens)
         client.seen.clear()
         before = abilities.drafted(client)

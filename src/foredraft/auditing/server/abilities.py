@@ -74,7 +74,13 @@ def find(client: Client, prompt: str) -> Abilities:
     client.stream_usage = ask(client, short, stream=True) is not None
     strict = ask(client, short, extra={UNKNOWN: 1}) is None
     neutral = {name: value for name, value in NEUTRAL.items() if ask(client, short, extra={name: value}) is not None}
-    logprobs = next((count for count in ALTERNATIVES if gives(ask(client, short, logprobs=count))), None)
+    logprobs: int | None = None
+    for count in ALTERNATIVES:
+        given = alternatives(ask(client, short, logprobs=count))
+        logprobs = given if logprobs is None else logprobs  # no alternatives is better than nothing
+        if given:
+            logprobs = given
+            break
     token_ids = None
     if logprobs and not client.chat:
         token_ids = ask(client, short, logprobs=logprobs, extra={"return_tokens_as_token_ids": True})
@@ -112,9 +118,9 @@ def ask(client: Client, request: Request, **changes: Any) -> Answer | None:
         raise
 
 
-def gives(answer: Answer | None) -> bool:
-    """Whether ``answer`` has log-probabilities."""
-    return answer is not None and bool(answer.tokens)
+def alternatives(answer: Answer | None) -> int | None:
+    """How many each token of ``answer`` has at most, which may be fewer than asked for; None without log-probabilities."""
+    return None if answer is None or not answer.tokens else max(len(token.top) for token in answer.tokens)
 
 
 def drafted(client: Client) -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ class Client:
         transport: in place of the network, for tests.
 
     Raises:
-        ConfigurationError: ``url`` is none.
+        ConfigurationError: ``url`` is none, or ``api_key`` cannot be sent.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, at_once: int = 8, transport: httpx.BaseTransport | None = None):
@@ -49,7 +49,14 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=4 * at_once, max_keepalive_connections=4 * at_once)
         timeout = httpx.Timeout(READ, connect=CONNECT)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport, trust_env=False)
+        try:
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, limits=limits, transport=transport, trust_env=False
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigurationError(f"--server takes an address such as http://127.0.0.1:8000, got {url!r}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise ConfigurationError("a server's key has ASCII characters only; check --api-key and FOREDRAFT_API_KEY") from error
         self.model, self.chat, self.stream_usage, self.at_once = "", False, False, at_once
         self.seen: list[Answer] = []
         self.requests = 0

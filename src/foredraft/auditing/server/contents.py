@@ -34,7 +34,7 @@ def counts(plan: Plan) -> Check:
     if not number and not off:
         raise NotAskedError("the server gives neither usage nor log-probabilities, so tokens cannot be counted")
     rest = "" if listed else "; only by usage: without log-probabilities, the tokens themselves are unknown"
-    return verdict(name, off, len(plan.client.seen), f"counts agree in {len(plan.client.seen)} answers{rest}")
+    return verdict(name, off, len(plan.client.seen), f"counts agree in {number} answers{rest}")
 
 
 def counted(usage: int | None, delivered: int | None) -> str:

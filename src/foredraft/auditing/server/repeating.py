@@ -81,7 +81,7 @@ def other(plan: Plan, generator: random.Random) -> Request:
 
 def probabilities(plan: Plan) -> Check:
     """Log-probabilities under load against those alone."""
-    name, pairs = "log-probabilities under load", [(one, other) for one, other in plan.loaded if one.tokens]
+    name, pairs = "log-probabilities under load", [(one, other) for one, other in plan.loaded if one.tokens and other.tokens]
     if not pairs:
         raise NotAskedError("no request with log-probabilities was answered both alone and under load")
     gaps = [distance(*pair) for pair in pairs]
