@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import foredraft
 from foredraft import ConfigurationError, Speculator, session
-from foredraft.auditing import keyed, noise
+from foredraft.auditing import keyed, noise, statistical
 from foredraft.auditing.exact import PROMPT, tables
+from foredraft.auditing.features import Features
 from foredraft.auditing.reference import Reference
-from foredraft.auditing.report import AuditReport
+from foredraft.auditing.report import AuditReport, KeyedPart, Power, StatisticalPart
 from foredraft.auditing.statistical import FRACTIONS
-from foredraft.auditing.tally import Design
+from foredraft.auditing.tally import Design, Tally
 from foredraft.backends import eager as execution
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.draft_model import DraftModel
@@ -523,6 +525,67 @@ def test_a_part_that_matters_and_was_left_out_leaves_the_verdict_open():
     assert audited(speculator("match", siblings="keyed"), "exact", "noise", "keyed").verdict == "exact"
 
 
+def report_of(subject: Speculator, **parts: Any) -> AuditReport:
+    """With the parts that are given, made up."""
+    made: dict[str, Any] = {"exact": None, "noise": None, "keyed": [], "statistical": None, "skipped": {}, **parts}
+    names = {"target": "t", "dtype": "float32", "drafter": "d", "rule": str(subject.rule), "shape": "chain(3)", "proposal": "iid"}
+    return AuditReport(**names, sampling={}, lossless=subject.rule.lossless, seed=0, **made)
+
+
+def test_samples_that_are_too_few_to_show_a_bias_are_said_to_be():
+    def found(smallest: float) -> AuditReport:
+        power = [Power("one", 0.02, 0.01, 40, 40), Power("other", smallest, 0.01, 0, 40)]
+        part = StatisticalPart(10, 90, 3.0, 0.5, 4, 0, [], 1.0, 1e-3, power, 1.0)
+        return report_of(speculator("rejection"), statistical=part)
+
+    assert found(1.0).summary.endswith("its samples are too few to show a bias")
+    assert "a total variation of 40.0% per token, or less, would have been found" in found(0.4).summary
+
+
+def test_a_fault_in_the_greedy_text_is_one_under_a_lossy_rule_too():
+    subject = Speculator(models()[0], DraftModel(models()[1], siblings="iid"), rule="lenient", shape="chain(3)", lossless=False)
+    sound = KeyedPart(False, 2, 48, 9, [], 1e-6, 1e-6, 1.6e-5, 1.0)
+    assert report_of(subject, keyed=[sound]).verdict == "lossy"
+    wrong = report_of(subject, keyed=[replace(sound, logits=0.1)])
+    assert wrong.verdict == "fault" and "greedy logits are off by 0.1" in wrong.summary
+
+
+@pytest.mark.parametrize(("wanted", "batch"), [(160, 256), (5, 256), (1000, 10), (1000, 1000)])
+def test_every_prompt_has_its_turn(wanted: int, batch: int, monkeypatch: pytest.MonkeyPatch):
+    turns: list[tuple[Any, int]] = []
+
+    def sample(_: Any, reference: Any, length: int, seeds: Any, sums: Any, arguments: Any) -> None:
+        turns.append((reference, len(seeds)))
+        sums.continuations += len(seeds)
+
+    monkeypatch.setattr(statistical, "sample", sample)
+    monkeypatch.setattr(statistical, "measure", lambda *given: None)
+    references: Any = list("abcde")
+    options: dict[str, Any] = {"length": 6, "batch_size": batch, "seed": 0, "design": Design(1e-3, 0.01), "arguments": {}}
+    found = statistical.check(speculator("rejection"), references, samples=wanted, **options)
+    assert {reference for reference, _ in turns} == {*references} and max(count for _, count in turns) <= batch
+    assert found.continuations == sum(count for _, count in turns) == wanted
+
+
+def test_seeds_of_any_size_draw():
+    """Those of rows are hashed; torch's own generators take 64 bits."""
+    seed, cpu = 10**20, torch.device("cpu")
+    Tally(Features(3, False, cpu), 2, bias=0.01, seed=seed)
+    assert all(each.p_value > 1e-6 for each in noise.over_the_vocabulary(8, 64, seed, cpu))
+
+
+def test_a_draft_that_knows_no_token_leaves_the_tests_as_they_are():
+    """Its q is then NaN, which would spread to every sum."""
+    target, draft = models()
+    subject = Reference(target, PROMPTS[0], PROMPTS[0], lambda ids, scores: scores.masked_fill(scores < -1e4, -math.inf), True, frozenset())
+    tally, tokens = Tally(Features(VOCAB, True, torch.device("cpu")), 2, bias=0.01, seed=0), torch.tensor([[3, 4], [5, 6]])
+    silent: Any = lambda **given: SimpleNamespace(logits=draft(**given).logits - 1e5)  # noqa: E731
+    silent.forward, silent.device, silent.config = draft.forward, draft.device, draft.config
+    batch = statistical.Batch(subject, tokens, torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool))
+    statistical.measure(batch, silent, tally, statistical.Sums())
+    assert tally.tokens == 4 and bool(tally.total.isfinite().all()) and bool(tally.distance.isfinite().all())
+
+
 def test_the_significance_is_spent_once_over_all_tests_and_looks():
     design, tests = Design(1e-3, 0.01), 27
     assert sum(design.bound(look, tests) * tests for look in range(len(design.shares))) == pytest.approx(1e-3)
@@ -548,6 +611,8 @@ def test_a_report_is_plain_data():
         ({"prompts": []}, "at least one"),
         ({"rule": "block"}, "already has a drafter"),
         ({"samples": 0}, "samples"),
+        ({"samples": "many"}, "samples must be a whole number"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate is not supported"),
         ({"batch_size": 0}, "batch_size"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"stopping_criteria": [lambda ids, scores: False]}, "stopping criteria"),

@@ -21,7 +21,7 @@ from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
 from foredraft.auditing.tally import Design
 from foredraft.drafters.base import Drafter
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.hub import named
 from foredraft.loading import name_of
 from foredraft.shapes import TreeShape
@@ -35,7 +35,7 @@ PARTS = ("exact", "noise", "keyed", "statistical")
 SAMPLERS = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 OWN = {
     "seed", "inputs", "input_ids", "attention_mask", "max_length", "num_return_sequences",
-    "output_scores", "output_logits", "output_logprobs", "streamer",
+    "output_scores", "output_logits", "output_logprobs", "return_dict_in_generate", "streamer",
 }  # fmt: skip
 DRAWING = ("noise", "statistical")
 MOST_POSITIONS = 24  # of a continuation in the statistical part
@@ -193,8 +193,8 @@ def check_options(parts: Sequence[str] | None, shares: dict[str, float], counts:
         if not 0 < value < 0.5:
             raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {value!r}")
     for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigurationError(f"{name} must be at least 1, got {count!r}")
+        if count is not None:
+            whole(name, count)
     if taken := sorted(OWN & sampling.keys()):
         raise ConfigurationError(
             f"{', '.join(taken)} is not supported: audit builds its own batches; pass prompts=[...] and max_new_tokens instead"

@@ -75,7 +75,7 @@ def disjoint_pairs(texts: Sequence[tuple[int, ...]], lag: int) -> list[tuple[tup
 def over_the_vocabulary(vocab_size: int, draws: int, seed: int, device: torch.device) -> list[Statistic]:
     """Tokens drawn by the match race and by a fresh draw from one distribution, steep at the top as a model's is."""
     p = torch.softmax(-1.2 * torch.arange(1, vocab_size + 1, dtype=torch.float64).log(), 0)  # on the CPU: MPS has no float64
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed % 2**63))
     p = torch.empty_like(p).scatter_(0, order, p)  # likely tokens lie anywhere
     groups = {
         "from likely to unlikely": grouped(p, order),

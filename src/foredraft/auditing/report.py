@@ -234,9 +234,10 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """``lossy`` if the rule says so itself, ``fault`` if a part found one, ``inconclusive`` if a part that matters was left out."""
+        """``lossy`` if the rule says so itself, ``fault`` if a part found one, ``inconclusive`` if a part that matters was left out. The
+        greedy text is the same under every rule, so a fault in it is one under a lossy rule, too."""
         if not self.lossless:
-            return "lossy"
+            return "lossy" if all(part.passed for part in self.keyed) else "fault"
         if any(not part.passed for part in self.parts):
             return "fault"
         if any(why == LEFT_OUT for why in self.skipped.values()) or not self.parts:
@@ -278,6 +279,8 @@ class AuditReport:
         if self.statistical is None:
             return "; the text is plain decoding's own, token for token" if self.keyed else ""
         worst = max(self.statistical.power, key=lambda each: each.smallest)
+        if worst.smallest >= 1:
+            return "; but its samples are too few to show a bias"
         return f"; a total variation of {worst.smallest:.1%} per token, or less, would have been found with probability 0.9"
 
     @property

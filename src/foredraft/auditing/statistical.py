@@ -64,18 +64,19 @@ def check(
     design: Design,
     arguments: dict[str, Any],
 ) -> StatisticalPart:
-    """Test ``samples`` continuations of ``length`` tokens, or as many as ``design`` asks for, in equal parts after every prompt."""
+    """Test ``samples`` continuations of ``length`` tokens, or as many as ``design`` asks for, some after every prompt."""
     begin = time.perf_counter()
     draft, rule = draft_of(speculator), speculator.rule
     law = rule.law if isinstance(rule, Lenient) and draft is not None else None
     features = Features(speculator.target.vocab_size, draft is not None, speculator.target.device)
     tally, sums = Tally(features, length, bias=design.bias, seed=seed), Sums()
     wanted = samples or math.ceil(design.tokens(tally.tests) / length)
+    most = max(1, min(batch_size, wanted // len(references)))  # in larger batches some prompts would have no turn
     statistics: list[Statistic] = []
     for look, fraction in enumerate(FRACTIONS):
         while sums.continuations < math.ceil(fraction * wanted):
-            count = min(batch_size, math.ceil(fraction * wanted) - sums.continuations)
-            reference = references[sums.continuations // batch_size % len(references)]
+            count = min(most, math.ceil(fraction * wanted) - sums.continuations)
+            reference = references[sums.continuations // most % len(references)]
             seeds = [(seed, row) for row in range(sums.continuations, sums.continuations + count)]
             measure(sample(speculator, reference, length, seeds, sums, arguments), draft, tally, sums, law)
         statistics = tally.statistics()
@@ -143,6 +144,8 @@ def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums, law: Callable[[T
             ids = torch.cat([prompt, tokens[:, :position]], 1)
             p = batch.reference.distribution(ids, logits[:, position])
             q = None if others is None else batch.reference.distribution(ids, others[:, position], vocab_size=vocab_size)
+            if q is not None:
+                q = torch.where(q.isnan(), p, q)  # a draft that knows no token that is left does not draft
             here = possible(batch.reference, ids, logits[:, position], p, tokens[:, position], alive[:, position], sums)
             came = torch.zeros(len(tokens), len(tally.names), device=tokens.device)
             if bool(here.any()):

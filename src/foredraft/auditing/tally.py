@@ -64,7 +64,7 @@ class Tally:
         self.shift = torch.zeros(len(self.directions), count, dtype=torch.float64)  # expected, of the planted bias
         self.planted = torch.zeros(len(self.directions), TRIALS, count, dtype=torch.float64)  # as it came out
         self.distance = torch.zeros(len(self.directions), dtype=torch.float64)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(seed % 2**63)  # seeds of rows may be larger
 
     @property
     def tests(self) -> int:
