@@ -455,6 +455,38 @@ def test_the_kernel_leaves_out_what_is_no_distribution(wrong: float):
     assert torch.equal(noise.race(weights, torch.zeros(1, 1, dtype=torch.long)), _computed(weights, words))
 
 
+@needs_kernels
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-42])
+def test_the_kernel_leaves_out_weights_that_are_almost_nothing(scale: float):
+    """Their quotients have few digits, if any, so that distances between them say nothing."""
+    noise, weights = noise_of_rows(3), scale * distributions(3, 1, 40)
+    words = noise.words(Purpose.MATCH, 1)
+    found = native.race(native.library(torch.float32), weights[:, 0], words.flatten(), keyed_noise._token_hashes(40, words.device))
+    assert found.tolist() == [-1] * 3
+    assert torch.equal(noise.race(weights, torch.zeros(1, 1, dtype=torch.long)), _computed(weights, words))
+
+
+@needs_kernels
+def test_the_kernels_results_are_on_the_cpu_whatever_the_default_device_is():
+    kernels, noise, weights = native.library(torch.float32), noise_of_rows(2), distributions(2, 3, 40)
+    words, hashes = noise.words(Purpose.MATCH, torch.arange(3)[None] + 1).flatten(), keyed_noise._token_hashes(40, weights.device)
+    expected = native.race(kernels, weights.flatten(0, 1), words, hashes), native.largest(weights[0], 2)
+    with torch.device("meta"):
+        found = native.race(kernels, weights.flatten(0, 1), words, hashes), native.largest(weights[0], 2)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("vocab_size", [40, ALONE])
+@pytest.mark.parametrize("by", ["kernels", "tensor operations"])
+def test_nodes_at_one_depth_share_a_word(by: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch):
+    if by == "tensor operations":
+        monkeypatch.setattr(keyed_noise, "kernel", None)
+    elif native.refusal(torch.float32) is not None:
+        pytest.skip("no native kernels here")
+    noise, weights, depth = noise_of_rows(2), distributions(2, 3, vocab_size), torch.full((1, 1), 4)
+    assert torch.equal(noise.race(weights, depth), noise.race(weights, depth.expand(2, 3)))
+
+
 def test_no_kernels_are_compiled_for_a_race(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(keyed_noise, "kernel", None)
     monkeypatch.setattr(native, "library", lambda dtype: pytest.fail("kernels were asked for"))

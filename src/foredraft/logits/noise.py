@@ -142,7 +142,7 @@ class Noise:
         return _negative_exponentials(words, vocab_size).neg_()
 
     def race(self, p: Tensor, depths: Tensor) -> Tensor:
-        """``[R, N]`` tokens y = argmin E / p for ``p`` ``[R, N, V]`` at ``depths`` ``[R, N]`` below the root.
+        """``[R, N]`` tokens y = argmin E / p for ``p`` ``[R, N, V]`` at ``depths`` ``[R or 1, N or 1]`` below the root.
 
         The noise depends on the position of the token being chosen, root + depth + 1, and on nothing else.
         """
@@ -205,6 +205,8 @@ def _run(weights: Tensor, words: Tensor) -> Tensor:
 
     On a CPU a kernel tells the winners of most races. It rounds the noise differently, so it leaves out the few in which that could decide.
     """
+    if words.shape != weights.shape[:2]:  # one word for all nodes
+        words = words.expand(weights.shape[:2])
     if kernel is None or weights.device.type != "cpu" or weights.dtype != torch.float32:
         return _computed(weights, words)
     found = kernel(weights.flatten(0, 1), words.flatten(), _token_hashes(weights.shape[-1], weights.device)).view(words.shape)

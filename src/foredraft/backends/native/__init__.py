@@ -360,7 +360,7 @@ def largest(values: Tensor, k: int) -> Tensor | None:
     of equal ones first. None if there is no kernel for that."""
     if not 1 <= k <= MOST_OF_LARGEST or values.stride(1) != 1 or refusal(values.dtype) is not None:
         return None
-    out = torch.empty(len(values), k, dtype=torch.int64)
+    out = torch.empty(len(values), k, dtype=torch.int64, device="cpu")  # whatever the default device is
     lines, width = values.shape
     threads = min(torch.get_num_threads(), lines)
     library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), threads)
@@ -371,7 +371,7 @@ def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -
     """``[N]`` int64 winners of the races of ``weights`` ``[N, V]`` float32 on the CPU, as :meth:`~foredraft.logits.noise.Noise.race` has
     them; -1 where two tokens are so close that rounding decides. ``words`` ``[N]`` int64 and ``hashes`` ``[V]`` int32 make the noise."""
     weights, words = weights.contiguous(), words.contiguous()
-    out = torch.empty(len(weights), dtype=torch.int64)
+    out = torch.empty(len(weights), dtype=torch.int64, device="cpu")
     where = (each.data_ptr() for each in (weights, words, hashes))
     kernels.race(*where, *weights.shape, out.data_ptr(), min(torch.get_num_threads(), len(weights)))
     return out

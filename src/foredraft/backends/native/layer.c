@@ -1890,7 +1890,8 @@ void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k
 
 /* -- races ------------------------------------------------------------------------------------------------------------- */
 
-#define APART 4e-6f /* relative distance of two quotients above which their order does not depend on how the noise was rounded */
+#define CLEAR 4e-6f /* relative distance of two quotients above which their order does not depend on how the noise was rounded */
+#define SMALLEST 1e-30f /* quotient that is surely not rounded more coarsely, as those near 1e-38 are */
 
 typedef struct {
     const float *weights;
@@ -1921,13 +1922,15 @@ static void do_race(Worker *w, const void *job) {
         const float most = f32_most(best);
         const lanes winner = f32_equal(best, f32_of(most));
         const float second = f32_most(f32_max(beaten, f32_pick(winner, best, none)));
-        const int clear = !(winner & (winner - 1)) && second < most - APART * most && f32_sum(sum) < __builtin_inff();
-        if (mine(w)) j->out[l] = clear ? i32_least_of(winner, which) : -1;
+        const int clear = !(winner & (winner - 1)) && most >= SMALLEST && second < most - CLEAR * most;
+        const int sound = f32_sum(sum) < __builtin_inff(); /* not of NaN */
+        if (mine(w)) j->out[l] = clear && sound ? i32_least_of(winner, which) : -1;
     }
 }
 
-/* The winners of `lines` races of `width` tokens, as `_run` of noise.py has them, into out [lines]: the largest of weights [lines, width] over
- * noise, which follows from words [lines] and hashes [width]. -1 where two are so close that rounding decides, or a weight is no number. */
+/* The winners of `lines` races of `width` tokens, as `_computed` of noise.py has them, into out [lines]: the largest of weights [lines, width]
+ * over noise, which follows from words [lines] and hashes [width]. -1 where two are so close that rounding decides, where all weights are
+ * almost nothing, and where one is infinite or NaN. */
 void race(const float *weights, const uint64_t *words, const int32_t *hashes, int64_t lines, int64_t width, int64_t *out, int threads) {
     together(threads, do_race, &(Race){weights, words, hashes, lines, width, out});
 }
