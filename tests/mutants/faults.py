@@ -177,6 +177,10 @@ FAULTS = [
     Fault("layer.c", "beaten = f32_max(beaten, f32_pick(better, ratio, best));", "beaten = f32_max(beaten, ratio);", NOISE),
     Fault("outcome.py", "and finite(scores, logits, sampler)", "", ("tests/test_host_paths.py",)),
     Fault("packing.py", "if not kind.encoder or agrees(product, layers[0]):", "if True:", ("tests/target/test_packing.py",)),
+    Fault("packing.py", "expected = layer.forward(x)", "expected = layer(x)", ("tests/target/test_packing.py",)),
+    Fault("packing.py", " | borrowed(self.model)", "", ("tests/target/test_packing.py",)),
+    Fault("encoder_decoder.py", "    BORROWERS.add(whole)\n", "", ("tests/target/test_packing.py",)),
+    Fault("kernels.py", 'without_autocast(torch.device("cpu")), ', "", ("tests/target/test_packing.py",)),
     Fault(
         "noise.py",
         "return self._accepts[:, node : node + count] < probability",

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, build
 from cover import covered
 from encoder_decoders import build as build_with_encoder
@@ -32,6 +33,7 @@ from foredraft.backends.packing import (
 )
 from foredraft.backends.products import NATIVE, ONEDNN, PLAIN, Product
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.models.encoder_decoder import with_encoder_of
 from foredraft.target import Target
 
 ROWS = repetitive((23, 9, 15))
@@ -187,6 +189,48 @@ def test_a_layer_of_an_encoder_is_packed_if_it_computes_the_same(right, always, 
     assert (packed_bytes(packing) > 0) == right
     packing.undo()
     assert not any("forward" in vars(layer) for layer in layers)
+
+
+def test_hooks_of_an_encoder_are_not_called_with_inputs_of_another_shape(always):
+    """And where its layers are tried does not depend on the default device."""
+    model = copy.deepcopy(build_with_encoder("t5"))
+    layers, shapes = layers_of_encoder(model), []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, given, output: shapes.append(output.shape) or output + 1)
+    with torch.device("meta"):
+        packing = Packing(model, lambda: None, owned=False)
+    assert layers and not shapes and all("forward" in vars(layer) for layer in layers)
+    packing.undo()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_an_encoder_of_another_model_is_left_to_it(owned, always):
+    """Whether that one is packed already or not, its weights stay as they are."""
+    whisper = copy.deepcopy(build_with_encoder("whisper"))
+    draft = with_encoder_of(whisper, transformers.WhisperForCausalLM(copy.deepcopy(whisper.config)).eval())
+    layers, before = layers_of_encoder(whisper), refusal(draft)
+    decode, states = draft.get_decoder(), torch.zeros(1, 3, draft.config.d_model)
+    packing = Packing(draft, lambda: None, owned=True)
+    assert layers and before is None and not any("forward" in vars(layer) or layer.weight.is_meta for layer in layers)
+    packing.undo()
+    theirs = Packing(whisper, lambda: None, owned=owned)
+    weights = [layer.weight for layer in layers]
+    assert {weight.is_meta for weight in weights} == {owned} and refusal(draft) is None
+    packing = Packing(draft, lambda: decode(torch.tensor([[0, 1]]), encoder_hidden_states=states, use_cache=False), owned=True)
+    assert packing.taken and packing.lost() is None
+    packing.undo()
+    assert all(layer.weight is weight and "forward" in vars(layer) for layer, weight in zip(layers, weights))
+    theirs.undo()
+    assert not any(layer.weight.is_meta or "forward" in vars(layer) for layer in layers)
+
+
+def test_changed_weights_are_packed_anew_under_autocast_as_without_it(always):
+    model = of("llama")
+    kernels = Kernels(model, lambda: logits(model), owned=False, hints=HINTS)
+    with torch.autocast("cpu", torch.float16):
+        kernels.follow({"weights"})
+    assert kernels.refused is None and "forward" in vars(model.lm_head)
+    kernels.undo()
 
 
 # -- through the Speculator ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from foredraft.backends import experts
 from foredraft.backends.fusion import Fusion
 from foredraft.backends.packing import ROUNDING, Packing, one_thread
 from foredraft.backends.products import NATIVE
+from foredraft.device import without_autocast
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
@@ -41,10 +42,11 @@ class Kernels:
         self.state.followers.add(self)
 
     def pack(self) -> None:
-        """Pack the weights, unless they are packed. If that fails or is interrupted, the model is left as it was."""
+        """Pack the weights, unless they are packed. If that fails or is interrupted, the model is left as it was. Its logits are compared
+        in its own dtype, also where a change is followed under autocast."""
         if self._packing is None:
             try:
-                with torch.inference_mode(False), torch.no_grad(), one_thread(self.model):
+                with torch.inference_mode(False), torch.no_grad(), without_autocast(torch.device("cpu")), one_thread(self.model):
                     self._lay_out()
             except BaseException:
                 self._give_back()

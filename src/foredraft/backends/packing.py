@@ -29,6 +29,7 @@ from foredraft.backends.narrow import PLAIN as UNQUANTISED
 from foredraft.backends.narrow import READ, UNIT, Format, format_of, give_back, is_held, is_quantised, take
 from foredraft.backends.products import BLOCK, NATIVE, ONEDNN, PLAIN, Product, Source, sources_of
 from foredraft.models.changes import Override, take_back
+from foredraft.models.encoder_decoder import borrowed_encoder
 
 DTYPES = (torch.float32, torch.bfloat16)
 HINTS = (PLAIN, ONEDNN)
@@ -168,7 +169,7 @@ class Packing:
         """The name of a parameter that was written to or made although there are only placeholders, so that the write is lost; None if
         there is none."""
         taken = self.taken
-        ours = {id(source.parameter) for source in taken}
+        ours = {id(source.parameter) for source in taken} | borrowed(self.model)
         written = {id(source.parameter) for source in taken if source.written}
         named = self.model.named_parameters() if taken else ()
         return next((name for name, each in named if id(each) in written or (each.is_meta and id(each) not in ours)), None)
@@ -204,11 +205,13 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
     """Why the weights of ``model`` cannot be packed in one of the layouts ``hints``, or None."""
     if not torch._C._has_mkldnn:
         return "this build of torch has no oneDNN"
-    devices = {parameter.device.type for parameter in model.parameters()}
+    theirs = borrowed(model)
+    parameters = [each for each in model.parameters() if id(each) not in theirs]
+    devices = {parameter.device.type for parameter in parameters}
     if devices != {"cpu"}:
         return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
-    packed = [module for module in model.modules() if packable(module)]
-    formats = (format_of(each) for each in (*(module.weight for module in packed), *model.parameters()))
+    packed = [module for module in model.modules() if packable(module) and id(module) not in theirs]
+    formats = (format_of(each) for each in (*(module.weight for module in packed), *parameters))
     bits = sorted({each.bits for each in formats if each is not None and each.bits})
     if getattr(model, "is_quantized", False) and not bits:
         return f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
@@ -269,11 +272,19 @@ def together(above: Sequence[nn.Linear], layer: nn.Linear) -> bool:
 
 
 def layers_of_encoder(model: nn.Module) -> list[nn.Linear]:
-    """The packable layers of a model's encoder; none where it has no encoder."""
+    """The packable layers of a model's encoder; none where it has none of its own."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return []
     encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
-    return [module for module in encoder.modules() if packable(module)]  # type: ignore[misc]
+    theirs = borrowed(model)
+    return [module for module in encoder.modules() if packable(module) and id(module) not in theirs]  # type: ignore[misc]
+
+
+def borrowed(model: nn.Module) -> set[int]:
+    """The ids of the modules and parameters of an encoder that ``model`` has from another model. These are that one's to pack: its user may
+    hold it, and it may be packed already."""
+    encoder = borrowed_encoder(model)
+    return set() if encoder is None else {id(each) for each in (*encoder.modules(), *encoder.parameters())}
 
 
 def by_kind(groups: Sequence[tuple[Kind, list[nn.Linear]]]) -> dict[Kind, list[list[nn.Linear]]]:
@@ -302,9 +313,9 @@ def hint_for_texts(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> i
 
 
 def agrees(product: Product, layer: nn.Linear) -> bool:
-    """Whether ``product`` computes what its only ``layer`` does."""
-    x = torch.randn(TRIED, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight.dtype)
-    expected = layer(x)
+    """Whether ``product`` computes what its only ``layer`` does, without the layer's hooks, which may expect inputs of another shape."""
+    x = torch.randn(TRIED, layer.in_features, generator=torch.Generator().manual_seed(0), device="cpu").to(layer.weight.dtype)
+    expected = layer.forward(x)
     return bool((product(x) - expected).abs().max() <= ROUNDING[expected.dtype] * expected.abs().max())
 
 
@@ -312,7 +323,7 @@ def agrees(product: Product, layer: nn.Linear) -> bool:
 def onednn_lays_out(dtype: torch.dtype) -> bool:
     """Whether oneDNN has layouts for ``dtype`` on this CPU; for bfloat16 it needs AVX-512."""
     try:
-        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(UNIT, UNIT, dtype=dtype), ONEDNN)
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(UNIT, UNIT, dtype=dtype, device="cpu"), ONEDNN)
     except RuntimeError:
         return False
     return True

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -451,7 +452,17 @@ def with_encoder_of(model: Any, decoder: Any) -> Any:
     with torch.device("meta"):
         whole = WhisperForConditionalGeneration(config)
     whole.model.encoder, whole.model.decoder, whole.proj_out = model.get_encoder(), decoder.model.decoder, decoder.proj_out
+    BORROWERS.add(whole)
     return whole.eval()
+
+
+BORROWERS: WeakSet[torch.nn.Module] = WeakSet()  # models with the encoder of another one
+
+
+def borrowed_encoder(model: Any) -> torch.nn.Module | None:
+    """The encoder of ``model`` if another model owns it; None for others."""
+    encoder: torch.nn.Module | None = model.get_encoder() if model in BORROWERS else None
+    return encoder
 
 
 def some_source(model: Any, length: int, seed: int = 0) -> Source:
