@@ -23,7 +23,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import serving
 from foredraft.drafters.learning.serving import Learning, LearnOptions
 from foredraft.training import online
-from foredraft.training.online import OnlineLearner
+from foredraft.training.online import OnlineLearner, _copy
 from foredraft.tree import TokenTree
 
 VOCABULARY = 24
@@ -261,6 +261,7 @@ def test_what_was_forgotten_does_not_count_as_learnt(tmp_path: Path, monkeypatch
 def test_what_former_keys_cost_is_measured_without_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As the draft serves, and of the weights that are tried; the draft is trained as before."""
     monkeypatch.setattr(online, "TIMES", 1000)
+    monkeypatch.setattr(online, "REHEARSED", 0)  # which reads with keys as well
     _, learner, _ = filled(tmp_path)
     seen = set[tuple[str, bool, bool]]()
     for name, module in (("model", learner.model), ("beside", learner.beside)):
@@ -287,6 +288,18 @@ def test_a_draft_keeps_to_what_the_first_weights_say_in_their_own_texts(tmp_path
             logs, own = (each(ids).logits.log_softmax(-1) for each in (first, learner.model))
         distances.append(float((logs.exp() * (logs - own)).sum(-1).mean()))
     assert distances[0] < 0.6 * distances[1]
+
+
+def test_texts_that_are_rehearsed_end_and_are_no_longer_than_the_context(tmp_path: Path):
+    _, learner, _ = filled(tmp_path)
+    _copy(learner.beside, learner.first)
+    config = learner.model.config
+    config.max_position_embeddings, config.eos_token_id, config.bos_token_id = 40, [3, 5], 7
+    before = torch.get_rng_state()
+    assert sum(1 for _ in learner._write()) == 39 and torch.equal(torch.get_rng_state(), before)
+    lengths = {len(text) for text in learner.rehearsed}
+    assert 2 <= min(lengths) < max(lengths) <= 40 and len(learner.rehearsed) <= online.TOGETHER
+    assert all(text[0] == 7 and not {3, 5} & set(text[1:].tolist()) for text in learner.rehearsed)
 
 
 def test_what_is_published_is_the_mean_of_the_last_weights(tmp_path: Path):

@@ -141,17 +141,24 @@ class OnlineLearner:
         self.buffer["steps"] += 1
 
     def _write(self) -> Iterator[bool]:
-        """Texts that the first weights, which ``beside`` has, write from nothing."""
-        last, begin = vocabulary_of(self.model) - 1, getattr(self.model.config, "bos_token_id", None)
-        firsts = [self._chance.randrange(last + 1) if begin is None else min(begin, last) for _ in range(TOGETHER)]
-        ids, keys = torch.tensor(firsts, device=self.device)[:, None], dict[str, Any]()
-        while ids.shape[1] < self.buffer.layout.length:
+        """Texts that the first weights, which ``beside`` has, write from nothing until they end, or as long as a piece."""
+        config, last = self.model.config.get_text_config(), vocabulary_of(self.model) - 1
+        begin, ends = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
+        length = min(self.buffer.layout.length, getattr(config, "max_position_embeddings", None) or self.buffer.layout.length)
+        count = max(4, min(TOGETHER, TOGETHER * LARGE // sum(each.numel() for each in self.first.values())))
+        firsts = [self._chance.randrange(last + 1) if begin is None else min(begin, last) for _ in range(count)]
+        ids, keys, dice = torch.tensor(firsts, device=self.device)[:, None], dict[str, Any](), torch.Generator(self.device)
+        dice.manual_seed(self._chance.getrandbits(63))
+        while ids.shape[1] < length:
             with torch.no_grad():
                 said = self.beside(input_ids=ids[:, -1:], use_cache=True, **keys)
                 keys = {cache_argument(type(self.model)): cache_of(said)}
-                ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1)], 1)
+                ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1, generator=dice)], 1)
             yield True
-        self.rehearsed += ids
+        for text in ids:
+            ended = torch.isin(text[1:], torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device))
+            text = text[: 1 + int(ended.nonzero()[0])] if bool(ended.any()) else text
+            self.rehearsed += [text] if len(text) > 1 else []
 
     def _trial(self) -> Iterator[bool]:
         """Try the new weights on the newest pieces; publish them if more is accepted, or else go on, and back after a while."""
