@@ -26,7 +26,7 @@ from foredraft.backends import native, recorder
 from foredraft.backends.packing import onednn_lays_out
 from foredraft.drafters.base import Feedback
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.learning import serving
+from foredraft.drafters.learning import collecting, serving
 from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, TEXT, TRIAL, Buffer, Layout
 from foredraft.drafters.learning.collecting import Collector, likeliest
 from foredraft.drafters.learning.duty import SLICE, Duty
@@ -190,6 +190,18 @@ class FakeRow:
     capacity: int = 10**9
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "share"), [(1000, 1.0), (collecting.LIGHT, 1.0), (2 * collecting.LIGHT, 0.5), (10**6, collecting.OTHERS)]
+)
+def test_of_a_large_vocabulary_fewer_places_are_kept(vocabulary: int, share: float):
+    collector, row = Collector(lambda piece: None), FakeRow([0] * 3000)
+    feedback = Feedback(None, [2000], None, torch.empty(1, 1, vocabulary))  # type: ignore[arg-type]
+    feedback = replace(feedback, tree=SimpleNamespace(height=2000))
+    collector._lengths[0] = 500
+    kept = collector._chosen(row, feedback, 2000)
+    assert len(kept) == pytest.approx(2001 * share, rel=0.1) and {weight for _, _, weight in kept} == {1 / share}
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("vocabulary", [9, 1000, 20_000, 20_001])
 def test_the_likeliest_tokens_and_their_probabilities(vocabulary: int, kernels: bool, monkeypatch: pytest.MonkeyPatch):
@@ -254,11 +266,12 @@ def test_a_piece_that_is_half_written_is_passed_over(tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("width", [0, 32])
-def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_path: Path):
+def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collecting, "OTHERS", 0.03)  # to save time
+    monkeypatch.setattr(collecting, "LIGHT", 0)
     layout = Layout(width)
     buffer = Buffer(tmp_path / "texts", layout, create=True)
     collector, generator = Collector(buffer.add, layout), torch.Generator().manual_seed(0)
-    collector.share = 0.03  # to save time
     rows, size = [FakeRow([0, 1], slot) for slot in range(64)], (tmp_path / "texts").stat().st_size
     collector.begin(rows)
     tokens, kept = 0, []

@@ -156,7 +156,9 @@ class OnlineLearner:
                 ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1, generator=dice)], 1)
             yield True
         for text in ids:
-            ended = torch.isin(text[1:], torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device))
+            ended = torch.isin(
+                text[1:], torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device)
+            )
             text = text[: 1 + int(ended.nonzero()[0])] if bool(ended.any()) else text
             self.rehearsed += [text] if len(text) > 1 else []
 

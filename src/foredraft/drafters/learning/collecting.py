@@ -15,7 +15,8 @@ from foredraft.device import one_thread, to_device
 from foredraft.drafters.base import Feedback, Row
 from foredraft.drafters.learning.buffer import TEXT, TOP, Layout, Piece
 
-OTHERS = 0.25  # of the places at which nothing was rejected, in pieces with hidden states; in others, all of them
+OTHERS = 0.25  # of the places at which nothing was rejected, in pieces with hidden states, and at least; without hidden states, all of
+LIGHT = 32_768  # a vocabulary of so many tokens, and of a larger one as many logits as of that
 CHUNK = 256  # logits whose largest is looked at first
 
 
@@ -37,14 +38,10 @@ class Collector:
     Args:
         keep: is given every piece.
         layout: of the pieces. Where they hold hidden states, these are kept from round to round: a piece has no gaps.
-
-    Attributes:
-        share: of the places at which nothing was rejected, so much is kept.
     """
 
     def __init__(self, keep: Callable[[Piece], None], layout: Layout = TEXT):
         self.keep, self.layout = keep, layout
-        self.share = OTHERS if layout.width else 1.0
         self._chance = random.Random(0)
         self._lengths: dict[int, int] = {}  # of the rows' texts, by slot, before the round under way
         self._stretches: dict[int, Stretch] = {}
@@ -126,12 +123,14 @@ class Collector:
     def _chosen(self, row: Row, feedback: Feedback, accepted: int) -> list[tuple[int, int, float]]:
         """How deep on the path the nodes to keep of a row are, the places in the text that they stand at, and 1 over how likely each was to
         be kept."""
+        assert feedback.logits is not None
+        share = OTHERS if self.layout.width else max(OTHERS, min(1.0, LIGHT / feedback.logits.shape[-1]))
         before = self._lengths.get(row.slot, len(row.ids) + 1)  # of a row that it was not told of, nothing
         rejected, kept = accepted < feedback.tree.height, []
         for depth in range(accepted + 1):
             certain = rejected and depth == accepted
-            if (certain or self._chance.random() < self.share) and before + depth <= len(row.ids):
-                kept.append((depth, before + depth - 1, 1.0 if certain else 1 / self.share))
+            if (certain or self._chance.random() < share) and before + depth <= len(row.ids):
+                kept.append((depth, before + depth - 1, 1.0 if certain else 1 / share))
         return kept
 
     def _stretch(self, row: Row, place: int) -> Stretch:
