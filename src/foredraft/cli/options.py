@@ -95,8 +95,8 @@ Learn = Annotated[
     bool,
     SPECULATION(
         "--learn",
-        help="The drafter learns from what is generated. A draft model or a head does so in a second process, and the cache folder then keeps "
-        "pieces of the texts.",
+        help="The drafter learns from what is generated. A draft model or a head does so in a second process, and the cache folder then "
+        "keeps pieces of the texts.",
     ),
 ]
 Shape = Annotated[

@@ -110,7 +110,8 @@ def theory(
         check_extra("matplotlib", "plot", "--plots")
         with writing(plots):
             plots.mkdir(exist_ok=True)
-    setting = replace(setting, **{name: [*dict.fromkeys(getattr(setting, name))] for name in DEFAULT})  # each once
+    once: dict[str, Any] = {name: [*dict.fromkeys(getattr(setting, name))] for name in DEFAULT}
+    setting = replace(setting, **once)
     measured = [each for path in reports or () for each in read_cells(path)]
     numbers, curves = document(setting, measured), figures(setting, measured)
     if as_json is not None:

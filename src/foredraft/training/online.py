@@ -37,6 +37,7 @@ BATCH = 2  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
 REHEARSAL = Loss.parse("fkl")  # from what the first weights say
 REHEARSED, TOGETHER = 192, 64  # texts that the first weights write, and how many at once
+LARGE = 10_000_000  # weights: of a draft with more, fewer at once
 MEAN = 0.98  # of the mean of the weights stays in a step
 STEPS = 20  # between trials
 TIMES = 16  # that a piece is learnt from, at most
@@ -142,6 +143,7 @@ class OnlineLearner:
 
     def _write(self) -> Iterator[bool]:
         """Texts that the first weights, which ``beside`` has, write from nothing until they end, or as long as a piece."""
+        assert not isinstance(self.model, Head)
         config, last = self.model.config.get_text_config(), vocabulary_of(self.model) - 1
         begin, ends = (getattr(config, name, None) for name in ("bos_token_id", "eos_token_id"))
         length = min(self.buffer.layout.length, getattr(config, "max_position_embeddings", None) or self.buffer.layout.length)
@@ -155,10 +157,9 @@ class OnlineLearner:
                 keys = {cache_argument(type(self.model)): cache_of(said)}
                 ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1, generator=dice)], 1)
             yield True
+        final = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device)
         for text in ids:
-            ended = torch.isin(
-                text[1:], torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device)
-            )
+            ended = torch.isin(text[1:], final)
             text = text[: 1 + int(ended.nonzero()[0])] if bool(ended.any()) else text
             self.rehearsed += [text] if len(text) > 1 else []
 
