@@ -270,7 +270,7 @@ def test_texts_that_have_ended_stay_until_memory_that_was_asked_for_is_used_up(a
     session, pool = speculator.session(), speculator.target.pools[0]
     for index in range(150):
         text = [index % 100, index // 100, *((index + place * (1 + index % 7)) % 100 for place in range(120))]
-        session.add(text, RowParameters(max_new_tokens=10, seed=index))
+        session.add(text, RowParameters(max_new_tokens=10, seed=(7, index)))
         while session.live:
             session.step()
     assert not pool.held and (pool.made == 200 if asked else pool.made <= 64 + 2 * 3)
