@@ -97,6 +97,11 @@ def _unit(bits: Tensor) -> Tensor:
     return bits.bitwise_and(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
 
 
+def on_host(values: Tensor) -> bool:
+    """NumPy and kernels may work on ``values``: they are on the CPU, and nobody records tensor operations."""
+    return values.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+
+
 class Randomness(Protocol):
     """The draws that rules and drafters may make; :class:`Noise` in use, an enumerator in tests."""
 
@@ -125,7 +130,7 @@ class Noise:
 
     def words(self, purpose: Purpose, offsets: Tensor | int, node: Tensor | int = 0) -> Tensor:
         """``[R, K]`` int64 words for positions ``root + offsets`` (``[R, K]``, ``[1, K]`` or int) and nodes likewise."""
-        if self.keys.device.type == "cpu":
+        if on_host(self.keys):
             return self._words_on_host(int(purpose), *(each.numpy() if isinstance(each, Tensor) else each for each in (offsets, node)))
         word = _mix(self.keys[:, None] + (self.positions[:, None] + offsets) * _signed(GOLDEN))
         return _mix(word + _signed(int(purpose) * 0xD1B54A32D192ED03 & MASK64) + _spread(node))
@@ -207,7 +212,7 @@ def _run(weights: Tensor, words: Tensor) -> Tensor:
     """
     if words.shape != weights.shape[:2]:  # one word for all nodes
         words = words.expand(weights.shape[:2])
-    if kernel is None or weights.device.type != "cpu" or weights.dtype != torch.float32:
+    if kernel is None or not on_host(weights) or weights.dtype != torch.float32:
         return _computed(weights, words)
     found = kernel(weights.flatten(0, 1), words.flatten(), _token_hashes(weights.shape[-1], weights.device)).view(words.shape)
     for row, race in (found < 0).nonzero().tolist():
