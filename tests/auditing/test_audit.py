@@ -538,7 +538,7 @@ def test_samples_that_are_too_few_to_show_a_bias_are_said_to_be():
         part = StatisticalPart(10, 90, 3.0, 0.5, 4, 0, [], 1.0, 1e-3, power, 1.0)
         return report_of(speculator("rejection"), statistical=part)
 
-    assert found(1.0).summary.endswith("its samples are too few to show a bias")
+    assert "its samples could not have shown a bias" in found(1.0).summary
     assert "a total variation of 40.0% per token, or less, would have been found" in found(0.4).summary
 
 

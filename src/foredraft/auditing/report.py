@@ -280,7 +280,7 @@ class AuditReport:
             return "; the text is plain decoding's own, token for token" if self.keyed else ""
         worst = max(self.statistical.power, key=lambda each: each.smallest)
         if worst.smallest >= 1:
-            return "; but its samples are too few to show a bias"
+            return "; but its samples could not have shown a bias: they are too few, or the draft is too much like the target"
         return f"; a total variation of {worst.smallest:.1%} per token, or less, would have been found with probability 0.9"
 
     @property

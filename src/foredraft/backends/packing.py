@@ -112,8 +112,8 @@ class Packing:
         groups = [(Kind.of(layers), layers) for layers in sharing(model, sample)]
         done = {id(layer) for _, layers in groups for layer in layers}
         groups += [(Kind.of([layer], encoder=True), [layer]) for layer in layers_of_encoder(model) if id(layer) not in done]
-        chosen = {kind: hint_for_texts if kind.encoder else preferred_hint for kind, _ in groups}
-        self.hints = {kind: chosen[kind](alike, hints) for kind, alike in by_kind(groups).items()}
+        kinds = by_kind(groups)
+        self.hints = {kind: (hint_for_texts if kind.encoder else preferred_hint)(alike, hints) for kind, alike in kinds.items()}
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
         self.others: list[Packed] = []
         self._taken: list[Source] = []

@@ -295,7 +295,7 @@ class Engine:
             self.session.remove(slot)
         except Exception as error:
             self._broken(error)
-        self._rate.step(0.0, 1)  # counts like a row that ends by itself
+        self._rate.step(0.0, 1)  # the row has left, which the rate at which rows leave must count
         return live
 
     def _over(self, slot: int) -> Live:
