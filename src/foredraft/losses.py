@@ -133,23 +133,10 @@ class Few:
         return Few(self.ids[rows], self.log_probabilities[rows])
 
 
-def outcomes(logits: Tensor, target: Tensor | Few, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """``log_p``, ``log_q`` and ``best``, as losses take them, from the draft's ``logits`` ``[M, V]`` and the target's.
-
-    Raises:
-        ConfigurationError: only a few of the target's probabilities are known, and another temperature than theirs is asked for.
-    """
-    scaled = logits / temperature if temperature != 1 else logits
-    if isinstance(target, Tensor):
-        log_p = torch.log_softmax((target / temperature).to(logits.dtype), -1)
-        return log_p.clamp(min=FLOOR), torch.log_softmax(scaled, -1).clamp(min=FLOOR), log_p.argmax(-1)
-    if temperature != 1:
-        raise ConfigurationError(f"a few stored probabilities are those of temperature 1, and say nothing of {temperature:g}")
-    known = target.log_probabilities.to(logits.dtype)
-    rest = torch.log(1 - known.exp().sum(-1, keepdim=True).clamp(max=1))
-    of_rest = scaled.scatter(-1, target.ids, torch.finfo(scaled.dtype).min / 4).logsumexp(-1, keepdim=True)
-    log_q = torch.cat([scaled.gather(-1, target.ids), of_rest], -1) - scaled.logsumexp(-1, keepdim=True)
-    return torch.cat([known, rest], -1).clamp(min=FLOOR), log_q.clamp(min=FLOOR), torch.zeros_like(target.ids[:, 0])
+def outcomes(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``log_p``, ``log_q`` and ``best``, as losses take them, from the draft's ``logits`` ``[M, V]`` and the target's."""
+    log_p = torch.log_softmax(target.to(logits.dtype), -1)
+    return log_p.clamp(min=FLOOR), torch.log_softmax(logits, -1).clamp(min=FLOOR), log_p.argmax(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,10 +151,47 @@ class Compared:
 
 def compare(loss: Loss, logits: Tensor, target: Tensor | Few, temperature: float = 1.0) -> Compared:
     """Compare the draft's ``logits`` ``[M, V]`` with the target's logits ``[M, V]`` or a few of its probabilities, both at
-    ``temperature``."""
-    values, ids = (target.log_probabilities, target.ids) if isinstance(target, Few) else (target, None)
+    ``temperature``.
+
+    Raises:
+        ConfigurationError: only a few of the target's probabilities are known, and another temperature than theirs is asked for.
+    """
+    if isinstance(target, Few):
+        if temperature != 1:
+            raise ConfigurationError(f"a few stored probabilities are those of temperature 1, and say nothing of {temperature:g}")
+        values, ids = target.log_probabilities, target.ids
+    else:
+        values, ids = target, None
     found: tuple[Tensor, ...] = _Compare.apply(logits, values, ids, loss, temperature)  # type: ignore[no-untyped-call]
     return Compared(*found)
+
+
+def _whole(logits: Tensor, target: Tensor, loss: Loss, wanted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of ``logits`` and a ``target`` ``[M, V]``: loss, α and the target's likeliest token ``[M]``, and, where ``wanted``, the gradient."""
+    own = logits.detach().requires_grad_(wanted)
+    log_p, log_q, best = outcomes(own, target)
+    each = loss(log_p, log_q, best)
+    gradient = torch.autograd.grad(each.sum(), own)[0] if wanted else None
+    return each.detach(), overlap(log_p, log_q).detach(), best, gradient
+
+
+def _joined(logits: Tensor, target: Few, loss: Loss, wanted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As :func:`_whole`, of a few tokens and all others together. The gradient is written down: autograd would go over all tokens many
+    times."""
+    log_q = torch.log_softmax(logits.detach(), -1)
+    some, others = log_q.gather(-1, target.ids), log_q.exp().scatter_(-1, target.ids, 0.0)
+    rest = others.sum(-1, keepdim=True).clamp(min=torch.finfo(log_q.dtype).tiny)
+    known = target.log_probabilities.to(log_q.dtype)
+    log_p = torch.cat([known, torch.log(1 - known.exp().sum(-1, keepdim=True).clamp(max=1))], -1).clamp(min=FLOOR)
+    joined = torch.cat([some, rest.log()], -1).requires_grad_(wanted)
+    bounded = joined.clamp(min=FLOOR)
+    each, gradient = loss(log_p, bounded, torch.zeros_like(target.ids[:, 0])), None
+    if wanted:
+        by_outcome = torch.autograd.grad(each.sum(), joined)[0]
+        total = by_outcome.sum(-1, keepdim=True)
+        gradient = others.mul_(by_outcome[:, -1:] / rest - total).scatter_(-1, target.ids, -some.exp() * total)
+        gradient.scatter_add_(-1, target.ids, by_outcome[:, :-1])  # a token may be there twice
+    return each.detach(), overlap(log_p, bounded).detach(), target.ids[:, 0], gradient
 
 
 class _Compare(torch.autograd.Function):
@@ -182,16 +206,15 @@ class _Compare(torch.autograd.Function):
         losses, alphas, agreeing = (torch.empty(len(logits), dtype=dtype, device=logits.device) for _ in range(3))
         for first in range(0, len(logits), rows):
             here = slice(first, first + rows)
-            target = values[here] if ids is None else Few(ids[here], values[here])
+            own = logits[here].to(dtype) / temperature if temperature != 1 else logits[here].to(dtype)
             with torch.enable_grad():
-                own = logits[here].detach().to(dtype).requires_grad_(wanted)
-                log_p, log_q, best = outcomes(own, target, temperature)
-                each = loss(log_p, log_q, best)
-                if gradient is not None:
-                    gradient[here] = torch.autograd.grad(each.sum(), own)[0]
-            token = best if ids is None else ids[here, 0]
-            losses[here], alphas[here] = each.detach(), overlap(log_p, log_q).detach()
+                if ids is None:
+                    losses[here], alphas[here], token, slope = _whole(own, values[here] / temperature, loss, wanted)
+                else:
+                    losses[here], alphas[here], token, slope = _joined(own, Few(ids[here], values[here]), loss, wanted)
             agreeing[here] = (own.argmax(-1) == token).to(dtype)
+            if gradient is not None and slope is not None:
+                gradient[here] = slope / temperature
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(alphas, agreeing)

@@ -133,6 +133,17 @@ def test_a_few_probabilities_are_the_sum_over_joined_outcomes(text: str):
     torch.testing.assert_close(everything.loss, whole.loss)
 
 
+def test_the_gradient_of_few_where_a_token_is_there_twice():
+    """As where the draft lacks tokens of the target: these all count as its last one, with no probability."""
+    q, p = random(4)
+    known = few(p, 3)
+    ids = torch.cat([known.ids, known.ids[:, :1]], -1)
+    twice = Few(ids, torch.cat([known.log_probabilities, torch.full((5, 1), -math.inf, dtype=torch.float64)], -1))
+    own = q.clone().requires_grad_()
+    compare(Loss.parse("fkl"), own, twice).loss.sum().backward()
+    torch.testing.assert_close(own.grad, differences(lambda x: at(Loss.parse("fkl"), x, twice, 1.0), q), rtol=1e-5, atol=1e-7)
+
+
 def test_many_rows_are_compared_in_parts(monkeypatch):
     q, p = random(3, rows=9)
     whole = compare(Loss.parse("lk"), q, p)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from foredraft import heads
@@ -35,7 +36,6 @@ from foredraft.models.cache_names import cache_argument, cache_of
 RATE, SMALL = 1e-3, 1_000_000  # learning rate of so many weights
 BATCH = 2  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
-REHEARSAL = Loss.parse("fkl")  # from what the first weights say
 REHEARSED, TOGETHER = 192, 64  # texts that the first weights write, and how many at once
 LARGE = 10_000_000  # weights: of a draft with more, fewer at once
 MEAN = 0.98  # of the mean of the weights stays in a step
@@ -89,14 +89,14 @@ class OnlineLearner:
     def turns(self) -> Iterator[bool]:
         """Work without end; pauses after every piece. False where there is nothing to do for now."""
         while True:
-            for index in range(STEPS):
+            if not isinstance(self.model, Head):
+                _copy(self.beside, self.first)
+                if len(self.rehearsed) < REHEARSED:
+                    yield from self._write()
+            for _ in range(STEPS):
                 while not self._fresh:
                     yield False
                 self._follow()
-                if not index and not isinstance(self.model, Head):
-                    _copy(self.beside, self.first)
-                    if len(self.rehearsed) < REHEARSED:
-                        yield from self._write()
                 yield from self._step()
             yield from self._trial()
 
@@ -125,8 +125,8 @@ class OnlineLearner:
             ids = self._chance.choice(self.rehearsed)[None]
             places = torch.tensor(sorted(self._chance.sample(range(ids.shape[1]), ids.shape[1] // 2)), device=self.device)
             with torch.no_grad():
-                first = logits_at(self.beside, ids, places)
-            torch.autograd.backward(compare(REHEARSAL, logits_at(self.model, ids, places), first).loss.mean())
+                first = logits_at(self.beside, ids, places).softmax(-1)
+            torch.autograd.backward(functional.cross_entropy(logits_at(self.model, ids, places), first))  # of KL, the gradient
             yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._taken += 1
@@ -137,8 +137,7 @@ class OnlineLearner:
         self.optimizer.zero_grad()
         stays = min(MEAN, self._taken / (self._taken + 5))
         with torch.no_grad():
-            for name, value in self.model.named_parameters():
-                self.mean[name].lerp_(value, 1 - stays)
+            torch._foreach_lerp_(list(self.mean.values()), list(self.model.parameters()), 1 - stays)
         self.buffer["steps"] += 1
 
     def _write(self) -> Iterator[bool]:
@@ -155,7 +154,9 @@ class OnlineLearner:
             with torch.no_grad():
                 said = self.beside(input_ids=ids[:, -1:], use_cache=True, **keys)
                 keys = {cache_argument(type(self.model)): cache_of(said)}
-                ids = torch.cat([ids, torch.multinomial(said.logits[:, -1].float().softmax(-1), 1, generator=dice)], 1)
+                cut = torch.rand(count, 1, generator=dice, device=self.device)
+                drawn = torch.searchsorted(said.logits[:, -1].float().softmax(-1).cumsum(-1), cut).clamp(max=last)
+                ids = torch.cat([ids, drawn], 1)
             yield True
         final = torch.tensor(ends if isinstance(ends, list) else [-1 if ends is None else ends], device=self.device)
         for text in ids:
@@ -227,7 +228,7 @@ class OnlineLearner:
         """Begin again at the published weights."""
         _copy(self.model, self.published)
         self.mean = {name: value.detach().clone() for name, value in self.model.named_parameters()}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self._taken = 0
 
     def _load(self, version: int) -> dict[str, Tensor]:

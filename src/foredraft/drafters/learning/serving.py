@@ -38,10 +38,10 @@ from foredraft.target import Target
 
 IDLE = "idle"
 COLLECTING = 0.02  # of the time of rounds that collecting may take
-FIRST = 4  # pieces until the learner is started
 LOOK = 1.0  # seconds between looks at the learner and the folder
 HUNG = 300.0  # seconds without a sign of life
 PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)  # seconds until a learner that has ended is started again; after as many ends, never
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # of glibc: memory of tensors stays with the process
 GUESS = 50  # tokens that a draft reads in the time of a round, until that is known
 CURVE = 256  # points that α over time has at most
 
@@ -110,7 +110,7 @@ def spawn(folder: Path, options: LearnOptions) -> subprocess.Popen[bytes]:
     command += [] if options.rate is None else ["--rate", str(options.rate)]
     command += ["--cores", ",".join(map(str, options.cores))] if options.cores else []
     threads = str(max(1, len(options.cores)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
+    environment = {**KEPT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
     with open(folder / "learner.log", "wb") as said:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True)
 
@@ -171,6 +171,8 @@ class Learning:
                 f"what is learnt cannot be written to {str(self.versions.folder)!r}: {error.strerror or error}; name a folder of yours, "
                 "learn=FOLDER"
             ) from error
+        if self.leads:
+            self._look_after(clock(), 0.0)  # importing what it needs takes a learner seconds, and nobody waits for the server yet
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ class Learning:
         """Start the learner, and start it again where it has ended or shows no sign of life."""
         assert self.buffer is not None
         if self._process is None:
-            if self.buffer["written"] >= FIRST and self._ends < len(PAUSES) and now >= self._next_start:
+            if self._ends < len(PAUSES) and now >= self._next_start:
                 self.buffer["busy"], self._silent = 1, 0.0  # to start takes time as well
                 try:
                     self._process = self._start(self.versions.folder, self.options)
