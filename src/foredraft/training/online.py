@@ -39,6 +39,7 @@ OLD = 1 / 3  # of the pieces that steps are made of
 REHEARSED, TOGETHER = 192, 64  # texts that the first weights write, and how many at once
 LARGE = 10_000_000  # weights: of a draft with more, fewer at once
 MEAN = 0.98  # of the mean of the weights stays in a step
+LEARNT = 0.9  # of the way from the first weights to that mean are those that are published, of a draft model
 STEPS = 20  # between trials
 TIMES = 16  # that a piece is learnt from, at most
 WARMUP, CLIP = 10, 1.0  # steps until the learning rate is whole; largest gradient
@@ -169,7 +170,8 @@ class OnlineLearner:
         pieces = self.buffer.trial()
         if len(pieces) < PIECES:
             return
-        weights = {name: value.to(self.first[name].dtype, copy=True).cpu() for name, value in self.mean.items()}
+        part = 1.0 if isinstance(self.model, Head) else LEARNT
+        weights = {name: first.float().lerp(self.mean[name].cpu(), part).to(first.dtype) for name, first in self.first.items()}
         alphas: list[list[Tensor]] = [[], []]
         for found, tried in zip(alphas, (self.published, weights)):
             _copy(self.beside, tried)
