@@ -90,6 +90,20 @@ def test_the_kernel_takes_the_earlier_of_equals_and_lines_that_lie_apart(dtype):
     assert native.largest(torch.randn(40, 9).to(dtype).T, 8) is None  # its lines are no lines in memory
 
 
+@pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no kernels here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 100, 20_001])
+def test_the_kernel_gives_log_probabilities(dtype: torch.dtype, width: int):
+    if native.refusal(dtype) is not None:
+        pytest.skip(f"no kernels for {dtype}")
+    logits = (4 * torch.randn(5, width, generator=torch.Generator().manual_seed(4))).to(dtype)
+    logits[1, : width // 2] = float("-inf")
+    logits[2] += 200.0
+    logs, ids = native.likeliest(logits, 4)
+    assert ids.tolist() == native.largest(logits, 4).tolist()
+    torch.testing.assert_close(logs.double(), torch.log_softmax(logits.double(), -1).gather(1, ids), atol=1e-4, rtol=0)
+
+
 def test_a_vocabulary_smaller_than_k():
     assert top_k(torch.tensor([[1.0, 3.0, 2.0]]), 5).tolist() == [[1, 2, 0, -1, -1]]
 

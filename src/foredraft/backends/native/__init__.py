@@ -298,7 +298,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
-    kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
+    kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
@@ -358,12 +358,23 @@ MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 def largest(values: Tensor, k: int) -> Tensor | None:
     """``[N, k]`` int64 indices of the k largest numbers in each line of ``values`` ``[N, V]``, V >= k, on the CPU: largest first, the first
     of equal ones first. None if there is no kernel for that."""
+    return _largest(values, k, None)
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
+    """``[N, k]`` log-probabilities, float32, of the k likeliest tokens of ``logits`` ``[N, V]``, and these, as :func:`largest` has them."""
+    logs = torch.empty(len(logits), k, device="cpu")
+    found = _largest(logits, k, logs)
+    return None if found is None else (logs, found)
+
+
+def _largest(values: Tensor, k: int, logs: Tensor | None) -> Tensor | None:
     if not 1 <= k <= MOST_OF_LARGEST or values.stride(1) != 1 or refusal(values.dtype) is not None:
         return None
     out = torch.empty(len(values), k, dtype=torch.int64, device="cpu")  # whatever the default device is
     lines, width = values.shape
-    threads = min(torch.get_num_threads(), lines)
-    library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), threads)
+    threads, place = min(torch.get_num_threads(), lines), None if logs is None else logs.data_ptr()
+    library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), place, threads)
     return out
 
 

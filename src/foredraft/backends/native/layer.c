@@ -1870,22 +1870,39 @@ typedef struct {
     int64_t lines, width, stride;
     int k;
     int64_t *out;
+    float *logs;
 } Largest;
+
+/* log(sum of e^x) over a line; `most` is its largest number */
+static float log_total(const value *line, int64_t width, float most) {
+    f32 sum = f32_zero();
+    float rest = 0.0f;
+    int64_t i = 0;
+    for (; i + 16 <= width; i += 16) sum = f32_add(sum, exponential(f32_sub(load(line + i), f32_of(most))));
+    for (; i < width; i++) rest += f32_first(exponential(f32_of(number(line + i) - most)));
+    return most + __builtin_logf(f32_sum(sum) + rest);
+}
 
 static void do_largest(Worker *w, const void *job) {
     const Largest *j = job;
     for (int l = first(w, j->lines); l >= 0; l = next(w)) {
         float best[MOST];
         int64_t at[MOST];
-        largest_of(j->x + l * j->stride, j->width, j->k, best, at);
-        if (mine(w)) __builtin_memcpy(j->out + l * j->k, at, j->k * sizeof(int64_t));
+        const value *line = j->x + l * j->stride;
+        largest_of(line, j->width, j->k, best, at);
+        const float total = j->logs ? log_total(line, j->width, best[0]) : 0.0f;
+        for (int i = 0; i < j->k; i++) best[i] -= total;
+        if (!mine(w)) continue;
+        __builtin_memcpy(j->out + l * j->k, at, j->k * sizeof(int64_t));
+        if (j->logs) __builtin_memcpy(j->logs + l * j->k, best, j->k * sizeof(float));
     }
 }
 
 /* Indices of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first, the first of equal ones first, into out
- * [lines, k]. Lines are `stride` values apart. Each is read once; a value that is no larger than the k-th so far costs one comparison. */
-void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, int threads) {
-    together(threads, do_largest, &(Largest){x, lines, width, stride, k, out});
+ * [lines, k], and, unless `logs` is null, their logarithms of softmax into logs [lines, k]. Lines are `stride` values apart. A value that is
+ * no larger than the k-th so far costs one comparison. */
+void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, float *logs, int threads) {
+    together(threads, do_largest, &(Largest){x, lines, width, stride, k, out, logs});
 }
 
 /* -- races ------------------------------------------------------------------------------------------------------------- */

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.backends import native
-from foredraft.device import one_thread, to_device
+from foredraft.device import to_device
 from foredraft.drafters.base import Feedback, Row
 from foredraft.drafters.learning.buffer import TEXT, TOP, Layout, Piece
 
@@ -176,11 +176,9 @@ def piece_of(ids: Sequence[int], stretch: Stretch, layout: Layout) -> Piece:
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """``[n, TOP]`` log-probabilities, float32, and tokens of ``logits`` ``[n, V]``, best first; fewer of a smaller vocabulary."""
     count, vocabulary = min(TOP, logits.shape[1]), logits.shape[1]
-    found = native.largest(logits, count) if logits.device.type == "cpu" and vocabulary >= 4 * CHUNK * TOP else None
+    found = native.likeliest(logits, count) if logits.device.type == "cpu" and vocabulary >= 4 * CHUNK * TOP else None
     if found is not None:
-        with one_thread(logits):  # line by line, so that what is widened stays in the processor's cache
-            total = torch.stack([line.float().logsumexp(-1, keepdim=True) for line in logits])
-            return logits.gather(1, found).float() - total, found
+        return found
     wide = logits.float()
     total = wide.logsumexp(-1, keepdim=True)
     if vocabulary < 4 * CHUNK * TOP:
