@@ -271,7 +271,7 @@ class Learning:
         assert self.buffer is not None
         if self._process is None:
             if self._ends < len(PAUSES) and now >= self._next_start:
-                self.buffer["busy"], self._silent = 1, 0.0  # to start takes time as well
+                self._silent = 0.0
                 try:
                     self._process = self._start(self.versions.folder, self.options)
                 except OSError as error:  # no memory for it, or no folder any more
