@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.backends import native
-from foredraft.device import to_device
+from foredraft.device import one_thread, to_device
 from foredraft.drafters.base import Feedback, Row
 from foredraft.drafters.learning.buffer import TEXT, TOP, Layout, Piece
 
@@ -88,7 +88,8 @@ class Collector:
             self._keep_states(rows, some, feedback)
         chosen = [(index, *each) for index in some for each in self._chosen(rows[index], feedback, feedback.accepted[index])]
         if chosen:
-            logs, ids = likeliest(along(feedback.logits, feedback, *list(zip(*chosen))[:2]))
+            with one_thread(feedback.logits):  # another one would have to be woken, beside a learner that has its core
+                logs, ids = likeliest(along(feedback.logits, feedback, *list(zip(*chosen))[:2]))
             for (index, _, place, weight), *found in zip(chosen, logs, ids):
                 stretch = self._stretch(rows[index], place)
                 stretch.places.append(place)
@@ -176,7 +177,7 @@ def piece_of(ids: Sequence[int], stretch: Stretch, layout: Layout) -> Piece:
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """``[n, TOP]`` log-probabilities, float32, and tokens of ``logits`` ``[n, V]``, best first; fewer of a smaller vocabulary."""
     count, vocabulary = min(TOP, logits.shape[1]), logits.shape[1]
-    found = native.likeliest(logits, count) if logits.device.type == "cpu" and vocabulary >= 4 * CHUNK * TOP else None
+    found = native.likeliest(logits, count) if logits.device.type == "cpu" else None
     if found is not None:
         return found
     wide = logits.float()
