@@ -221,7 +221,7 @@ def test_there_are_only_so_many_connections(monkeypatch):
     monkeypatch.setattr("foredraft.serving.running.CONNECTIONS", 2)
     with process(server, nothing, {"max_rows": 1, "max_queue": 1}) as found:
         address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
-        idle = [socket.create_connection(address) for _ in range(5)]
+        idle = [socket.create_connection(address) for _ in range(4)]
         assert httpx.get(found.url + "/health").status_code == 503
         for each in idle:
             each.close()
