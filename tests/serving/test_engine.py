@@ -676,6 +676,9 @@ def test_settings_that_cannot_work_are_named():
         ({"max_batch_tokens": 1}, "max_batch_tokens"),
         ({"drain": -1}, "drain"),
         ({"queue_timeout": float("nan")}, "queue_timeout"),
+        ({"queue_timeout": 0}, "queue_timeout must be a number of seconds above 0"),
+        ({"request_timeout": 0}, "request_timeout"),
+        ({"drain": -1}, "drain"),
         ({"keys": {"a": "same", "b": "same"}}, "API key"),
         ({"keys": {"a": ""}}, "API key"),
     ):

@@ -283,6 +283,16 @@ def test_chat_templates_are_read_from_a_file(tmp_path):
         settings_of(configuration, Serving(chat_template=path))
 
 
+def test_a_mistake_in_a_chat_template_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("foredraft.cli.generation.load_speculator", None)
+    path = tmp_path / "template.jinja"
+    path.write_text("\n{% for message in messages %}{{ message.content }", encoding="utf-8")
+    from foredraft.cli import app as commands
+
+    result = CliRunner().invoke(commands, ["serve", str(TINY), "--chat-template", str(path), "--port", "0"], prog_name="foredraft")
+    assert result.exit_code == 2 and "the chat template given cannot be read, line 2: unexpected '}'" in result.stderr, result.output
+
+
 def test_flags_become_settings():
     configuration = Configuration("zoo:python-8m", drafter="suffix", rule="match")
     found = settings_of(configuration, Serving(api_key=["a", "b"], max_rows=3, max_body="1MiB", drain=2.0, no_page=True))
