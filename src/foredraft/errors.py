@@ -12,7 +12,7 @@
         ├── ExactnessError (RuntimeError)       ``raise_for_fault`` of an audit's report: not exact; ``.report`` says what was found
         └── CacheMemoryError (MemoryError)      the key-value cache does not fit
     KeyboardInterrupt
-    └── Interrupted                             Ctrl-C during generate; ``.output`` holds what was generated
+    └── Interrupted                             Ctrl-C during generate or audit; ``.output`` holds what was done
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class CacheMemoryError(ForedraftError, MemoryError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during :meth:`Speculator.generate`. ``output`` holds what was generated; the Speculator stays usable."""
+    """Ctrl-C during :meth:`Speculator.generate` or an audit. ``output`` holds what was generated, or the report of what was checked until
+    then; the Speculator stays usable."""
 
     def __init__(self, output: Any):
-        super().__init__("generation interrupted; .output holds what was generated")
+        super().__init__("interrupted; .output holds what was done until then")
         self.output = output

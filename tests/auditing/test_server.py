@@ -15,7 +15,7 @@ from fake_openai import FakeServer, serve
 from typer.testing import CliRunner
 
 from foredraft import ConfigurationError, ExactnessError
-from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server, samples
+from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server, repeating, samples
 from foredraft.auditing.server.abilities import Abilities, find
 from foredraft.auditing.server.answers import Answer, Request, answers
 from foredraft.auditing.server.client import Client, ServerError
@@ -323,6 +323,21 @@ def test_the_command_prints_a_table_and_the_verdict(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith(f"EXACT: fake at {url} is exact and reproducible")
     assert json.loads(file.read_text())["at_once"] == 4 and all(len(line) <= 140 for line in result.stdout.splitlines()[:-1])
+
+
+def test_what_was_checked_before_ctrl_c_is_shown_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(plan: Plan) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(repeating, "streamed", interrupted)
+    file = tmp_path / "audit.json"
+    with running() as url:
+        result = command("--server", url, "--max-new-tokens", "12", "--samples", "4", "--json", str(file))
+    assert result.exit_code == 130 and "no fault found, but the audit was interrupted" in result.stdout.splitlines()[-1], result.output
+    document = json.loads(file.read_text())
+    statuses = {check["name"]: check["status"] for check in document["checks"]}
+    assert document["complete"] is False and document["verdict"] == "inconclusive"
+    assert statuses[LOADED] == "ok" and statuses[STREAM] == statuses[SAMPLES] == statuses[GREEDY] == "not asked"
 
 
 def test_a_faulty_server_ends_with_1(tmp_path: Path):

@@ -71,6 +71,22 @@ def test_a_run_on_the_embedded_models(quick: None, tmp_path: Path):
     assert "3 texts cannot tell much" in result.stdout
 
 
+def test_what_was_compared_before_ctrl_c_is_shown_and_written(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compare = alpha.compare
+
+    def interrupted(target: object, draft: object, category: str, *arguments: object, **options: object) -> Compared:
+        if category == "second":
+            raise KeyboardInterrupt
+        return compare(target, draft, category, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(alpha, "compare", interrupted)
+    data = written(tmp_path / "mixed.jsonl", [{"text": TEXTS[0], "category": "first"}, {"text": TEXTS[1], "category": "second"}])
+    result = cli("--target", DRAFT, "--draft", DRAFT, "--data", data, "--threads", 1, "--json", tmp_path / "out.json")
+    assert result.exit_code == 130 and "interrupted" in result.stderr and "Interrupted: only the texts" in result.stdout, result.output
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["complete"] is False and [each["name"] for each in document["categories"]] == ["first"]
+
+
 def test_alpha_is_the_overlap_at_the_temperature_that_is_served():
     models, tokenizer = [zoo.load(name, dtype=torch.float32) for name in ("python-8m", "python-1m")], zoo.load_tokenizer("python-8m")
     ids = tokenizer(TEXTS[0])["input_ids"]

@@ -38,7 +38,12 @@ def test_an_exact_configuration_ends_well_and_is_written_down(tmp_path: Path):
     )
     document = json.loads(file.read_text())
     assert all(limit in result.stdout for limit in document["limits"])
-    assert document["verdict"] == "exact" and document["exact"]["error"] < 1e-9 and len(document["keyed"]) == 2
+    assert (
+        document["complete"] is True
+        and document["verdict"] == "exact"
+        and document["exact"]["error"] < 1e-9
+        and len(document["keyed"]) == 2
+    )
 
 
 def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
@@ -50,6 +55,19 @@ def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "160 continuations" in result.stdout and "towards the draft's distribution" not in result.stdout.splitlines()[-1]
     assert "its samples could not have shown a bias" in result.stdout.splitlines()[-1], "of a draft that is the target"
+
+
+def test_what_was_checked_before_ctrl_c_is_shown_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("foredraft.auditing.keyed.check", interrupted)
+    result = audit("--rule", "match", "--shape", "chain(2)", "--json", str(tmp_path / "audit.json"))
+    assert result.exit_code == 130 and "interrupted" in result.stderr, result.output
+    document = json.loads((tmp_path / "audit.json").read_text())
+    assert document["complete"] is False and document["verdict"] == "inconclusive" and document["keyed"] == []
+    assert document["exact"]["passed"] and document["noise"]["passed"]
+    assert "error " in result.stdout and "no fault found, but the keyed part was interrupted" in result.stdout.splitlines()[-1]
 
 
 def test_a_model_of_ones_own_has_prompts(tmp_path: Path):

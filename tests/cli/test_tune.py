@@ -63,11 +63,33 @@ def test_a_run_on_the_embedded_models(quick, tmp_path):
     assert words[:3] == ["drafter", "none", "prompt-lookup"] and words[3] == "write" and {"gain", "sure"} < set(words)
     document = json.loads((tmp_path / "out.json").read_text())
     (found,) = document["candidates"]
-    assert document["pick"]["drafter"] == found["drafter"] and document["pick"]["shape"] == found["pick"]
+    assert document["complete"] is True and document["pick"]["drafter"] == found["drafter"] and document["pick"]["shape"] == found["pick"]
     assert document["pick"]["command"] in result.stdout and found["low"] <= found["measured"] <= found["high"]
     assert found["choices"]["chain(0)"] == 1 and found["predicted"] == max(found["choices"].values())
     assert found["costs"] == sorted(found["costs"]) and found["measured"] == pytest.approx(found["plain"] / found["speculative"])
     assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("runs", "compared"), [(3, False), (4 * 2 + 3, True)])
+def test_what_was_measured_before_ctrl_c_is_shown_and_written(quick, tmp_path, monkeypatch, runs: int, compared: bool):
+    """On two prompts: two runs of the drafter alone, then both sides on each prompt, first to warm up; the last repeat is cut short."""
+    monkeypatch.setattr(tune, "REPEATS", 3)
+    given, time = [], Tuning._time
+
+    def timed(self, *arguments):
+        if len(given) == runs:
+            raise KeyboardInterrupt
+        given.append(arguments)
+        return time(self, *arguments)
+
+    monkeypatch.setattr(Tuning, "_time", timed)
+    result = cli("--target", "zoo:python-1m", "--drafter", "prompt-lookup", "--json", tmp_path / "out.json", "--threads", 1)
+    assert result.exit_code == 130 and "interrupted" in result.stderr, result.output
+    document = json.loads((tmp_path / "out.json").read_text())
+    (found,) = document["candidates"]
+    assert document["complete"] is False and found["drafter"] == "prompt-lookup" and found["choices"]["chain(0)"] == 1
+    assert ("measured" in found) == ("write " in result.stdout) == (document["pick"] is not None) == compared
+    assert ("none was measured" in result.stdout) == (not compared)
 
 
 def test_the_report_names_the_pick_and_sets_measured_against_predicted():
@@ -113,7 +135,7 @@ def test_the_picture_is_a_png(tmp_path):
 
 def test_a_picture_that_cannot_be_written_costs_no_figures(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(tune, "Tuning", lambda setting, progress: SimpleNamespace(run=lambda: [CANDIDATE], spread=1.0))
+    monkeypatch.setattr(tune, "Tuning", lambda setting, progress: SimpleNamespace(run=lambda: [CANDIDATE], spread=1.0, complete=True))
     result = cli("--target", "zoo:python-1m", "--plot", tmp_path / "out.nope")
     assert result.exit_code == 2 and "cannot write" in result.stderr and "1.38× plain decoding" in result.stdout
 

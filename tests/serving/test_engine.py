@@ -23,7 +23,7 @@ from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
 from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
 from foredraft.serving.jobs import Choice, DrainingError, Job, JobTimeoutError, Joined, Progress, QueueFullError
-from foredraft.serving.queue import DrainRate, Live
+from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
 from foredraft.serving.sizes import sizes_of
 from foredraft.session import Session
@@ -112,9 +112,36 @@ def test_a_full_queue_refuses_says_for_how_long_and_still_lets_others_in():
             with pytest.raises(QueueFullError, match=r"waiting: 4") as refusal:
                 engine.submit(job())
             assert 1 <= refusal.value.retry_after <= 120 and engine.metrics.refused == 1
-            engine.submit(other := job(owner="b"))  # b has less than its share
+            engine.submit(other := job(owner="b"))  # b has less than its share: the newest job of a makes room
+            assert engine.waiting == 4 and engine.metrics.refused == 2
+            *_, told = await read(taken.pop())
+            assert isinstance(told, QueueFullError) and 1 <= told.retry_after <= 120
             speculator.drafter.gate.set()
             assert all(error is None for *_, error in await asyncio.gather(*map(read, [*taken, other])))
+
+    run(main())
+
+
+def test_who_makes_room_in_a_full_queue():
+    def push(queue: FairQueue, owner: str, rows: int) -> Job:
+        found = job(*[Choice([0], parameters())] * rows, owner=owner)
+        queue.push([Waiting(found, index, 9) for index in range(rows)])
+        return found
+
+    async def main() -> None:
+        queue = FairQueue(6)
+        _, _, third, _ = [push(queue, *each) for each in (("a", 1), ("a", 2), ("a", 2), ("b", 1))]
+        assert queue.yielding("c", 1) == [third], "the newest job of whoever has most rows"
+        assert queue.yielding("b", 2) == [third], "b may have three of six rows, and c two"
+        assert queue.yielding("c", 3) == queue.yielding("a", 1) == []
+        queue.remove(third)
+        assert queue.excess(2) == 0 and queue.excess(3) == 1
+        queue = FairQueue(3)
+        push(queue, "a", 3)
+        assert queue.yielding("b", 1) == [], "its turn has come"
+        push(queue, "b", 1)
+        queue.pop()
+        assert queue.yielding("c", 1) == [], "a row of it has left"
 
     run(main())
 
@@ -649,6 +676,9 @@ def test_settings_that_cannot_work_are_named():
         ({"max_batch_tokens": 1}, "max_batch_tokens"),
         ({"drain": -1}, "drain"),
         ({"queue_timeout": float("nan")}, "queue_timeout"),
+        ({"queue_timeout": 0}, "queue_timeout must be a number of seconds above 0"),
+        ({"request_timeout": 0}, "request_timeout"),
+        ({"drain": -1}, "drain"),
         ({"keys": {"a": "same", "b": "same"}}, "API key"),
         ({"keys": {"a": ""}}, "API key"),
     ):

@@ -11,7 +11,7 @@ from served import TINY, tiny_chat
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig
 
-from foredraft import RowParameters
+from foredraft import ConfigurationError, RowParameters
 from foredraft.guesses import ForcedTokens, Prediction
 from foredraft.loading import load_tokenizer
 from foredraft.rows import Commit
@@ -109,6 +109,14 @@ def test_without_a_chat_template_chat_says_so():
 def test_an_operators_template_takes_the_place_of_the_tokenizers():
     settings = Settings(model="tiny", chat_template="{{ messages[0].content }}!")
     assert tiny_chat().tokenizer.decode(plan(messages=MESSAGES, settings=settings).prompts[0]) == "hello!"
+
+
+def test_a_template_that_is_no_jinja_is_refused_at_the_start():
+    with pytest.raises(ConfigurationError, match="cannot be read, line 1"):
+        Requests(tiny_chat(), Settings(model="tiny", chat_template="{% if %}"), guess=True)
+    choosy = Chat(load_tokenizer(TINY), "{{ raise_exception('system messages only') }}")
+    with pytest.raises(ApiError, match="system messages only"):
+        choosy.prompt([Message(role="user", content="hello")])
 
 
 def test_conversations_are_tokenized_with_special_tokens_where_that_is_asked_for():

@@ -221,7 +221,7 @@ def test_there_are_only_so_many_connections(monkeypatch):
     monkeypatch.setattr("foredraft.serving.running.CONNECTIONS", 2)
     with process(server, nothing, {"max_rows": 1, "max_queue": 1}) as found:
         address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
-        idle = [socket.create_connection(address) for _ in range(5)]
+        idle = [socket.create_connection(address) for _ in range(4)]
         assert httpx.get(found.url + "/health").status_code == 503
         for each in idle:
             each.close()
@@ -281,6 +281,16 @@ def test_chat_templates_are_read_from_a_file(tmp_path):
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match="holds no template"):
         settings_of(configuration, Serving(chat_template=path))
+
+
+def test_a_mistake_in_a_chat_template_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("foredraft.cli.generation.load_speculator", None)
+    path = tmp_path / "template.jinja"
+    path.write_text("\n{% for message in messages %}{{ message.content }", encoding="utf-8")
+    from foredraft.cli import app as commands
+
+    result = CliRunner().invoke(commands, ["serve", str(TINY), "--chat-template", str(path), "--port", "0"], prog_name="foredraft")
+    assert result.exit_code == 2 and "the chat template given cannot be read, line 2: unexpected '}'" in result.stderr, result.output
 
 
 def test_flags_become_settings():

@@ -8,7 +8,7 @@ make of such tables (``noise.py``); the keyed one compares texts token for token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from foredraft.auditing import exact, keyed, noise, statistical
 from foredraft.auditing.prompts import token_ids
 from foredraft.auditing.reference import Reference
-from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
+from foredraft.auditing.report import INTERRUPTED, LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
 from foredraft.auditing.tally import Design
 from foredraft.drafters.base import Drafter
-from foredraft.errors import ConfigurationError, whole
+from foredraft.errors import ConfigurationError, Interrupted, whole
 from foredraft.hub import named
 from foredraft.loading import name_of
 from foredraft.shapes import TreeShape
@@ -78,6 +78,7 @@ def audit(
 
     Raises:
         ConfigurationError: an option that cannot work.
+        Interrupted: Ctrl-C; ``.output`` is the report of the parts that were complete.
     """
     counts = {"max_new_tokens": max_new_tokens, "samples": samples, "batch_size": batch_size}
     check_options(parts, {"significance": significance, "bias": bias}, counts, sampling)
@@ -125,22 +126,11 @@ def run(
     skipped = unneeded(speculator.rule, sampled)
     if parts is not None:  # what is asked for is run, unless there is nothing to run
         skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts or (part in DRAWING and not sampled)}
-    return AuditReport(
-        target=name_of(speculator.model),
-        dtype=str(speculator.model.dtype).removeprefix("torch."),
-        drafter=speculator.drafter.name,
-        rule=str(speculator.rule),
-        shape=str(speculator.shape),
-        proposal=speculator.proposal,
-        sampling=sampling,
-        lossless=speculator.rule.lossless,
-        seed=seed,
-        exact=None if "exact" in skipped else exact.check(speculator),
-        noise=None if "noise" in skipped else noise.check(speculator, seed=seed, significance=design.significance),
-        keyed=[] if "keyed" in skipped else keyed_parts(speculator, as_asked, count=count, seed=seed, sampling=sampling),
-        statistical=None
-        if "statistical" in skipped
-        else statistical.check(
+    checks: dict[str, Callable[[], Any]] = {
+        "exact": lambda: exact.check(speculator),
+        "noise": lambda: noise.check(speculator, seed=seed, significance=design.significance),
+        "keyed": lambda: keyed_parts(speculator, as_asked, count=count, seed=seed, sampling=sampling),
+        "statistical": lambda: statistical.check(
             speculator,
             continued(speculator, prompts, sampling, length),
             length=length,
@@ -150,8 +140,31 @@ def run(
             design=design,
             arguments=sampling,
         ),
+    }
+    found: dict[str, Any] = {"exact": None, "noise": None, "keyed": [], "statistical": None}
+    undone = [part for part in PARTS if part not in skipped]
+    try:
+        while undone:
+            found[undone[0]] = checks[undone[0]]()
+            del undone[0]
+    except KeyboardInterrupt:
+        skipped = {**skipped, **dict.fromkeys(undone, INTERRUPTED)}
+    report = AuditReport(
+        target=name_of(speculator.model),
+        dtype=str(speculator.model.dtype).removeprefix("torch."),
+        drafter=speculator.drafter.name,
+        rule=str(speculator.rule),
+        shape=str(speculator.shape),
+        proposal=speculator.proposal,
+        sampling=sampling,
+        lossless=speculator.rule.lossless,
+        seed=seed,
+        **found,
         skipped=skipped,
     )
+    if not report.complete:
+        raise Interrupted(report)
+    return report
 
 
 def continued(speculator: Speculator, prompts: Sequence[Sequence[int]], arguments: dict[str, Any], count: int) -> list[Reference]:

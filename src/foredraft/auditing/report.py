@@ -10,7 +10,7 @@ from typing import Any, Literal
 from foredraft.errors import ForedraftError
 
 Verdict = Literal["exact", "fault", "lossy", "inconclusive"]
-LEFT_OUT = "left out"
+LEFT_OUT, INTERRUPTED = "left out", "interrupted"
 
 
 class ExactnessError(ForedraftError, RuntimeError):
@@ -240,9 +240,14 @@ class AuditReport:
             return "lossy" if all(part.passed for part in self.keyed) else "fault"
         if any(not part.passed for part in self.parts):
             return "fault"
-        if any(why == LEFT_OUT for why in self.skipped.values()) or not self.parts:
+        if any(why in (LEFT_OUT, INTERRUPTED) for why in self.skipped.values()) or not self.parts:
             return "inconclusive"
         return "exact"
+
+    @property
+    def complete(self) -> bool:
+        """Whether nobody interrupted it."""
+        return INTERRUPTED not in self.skipped.values()
 
     @property
     def parts(self) -> list[ExactPart | NoisePart | KeyedPart | StatisticalPart]:
@@ -257,8 +262,8 @@ class AuditReport:
         if self.verdict == "fault":
             return f"{name} is not exact: {'; '.join(self.reasons)}"
         if self.verdict == "inconclusive":
-            left_out = ", ".join(part for part, why in self.skipped.items() if why == LEFT_OUT)
-            return f"{name}: no fault found, but the {left_out} part was left out"
+            missing = [f"the {part} part was {why}" for part, why in self.skipped.items() if why in (LEFT_OUT, INTERRUPTED)]
+            return f"{name}: no fault found, but {', '.join(missing)}"
         return f"{name} is exact as far as these checks see{self._certainty}"
 
     @property
@@ -334,7 +339,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values that JSON can hold."""
-        document = {"verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, "limits": self.limits, **asdict(self)}
+        own = {"verdict": self.verdict, "complete": self.complete, "summary": self.summary, "reasons": self.reasons, "limits": self.limits}
+        document = {**own, **asdict(self)}
         plain = (bool, int, float, str, type(None))
         document["sampling"] = {name: value if isinstance(value, plain) else repr(value) for name, value in self.sampling.items()}
         document["keyed"] = [{**asdict(part), "passed": part.passed} for part in self.keyed]

@@ -102,7 +102,8 @@ class Forecast:
 @dataclass(frozen=True)
 class Report:
     """All that was found; ``sampled`` is None where only greedy decoding was asked for. ``shared`` is the part of the draft's tokens that
-    the target knows, where it has another tokenizer."""
+    the target knows, where it has another tokenizer. Of a run that was interrupted, which is not ``complete``, only the texts until then
+    count."""
 
     whole: Rates
     categories: Sequence[Rates]
@@ -114,10 +115,11 @@ class Report:
     greedy: Forecast
     left_out: int = 0
     shared: float | None = None
+    complete: bool = True
 
 
 def run(setting: Setting, progress: Progress) -> Report:
-    """Load, compare on every text, measure costs."""
+    """Load, measure costs, compare on every text; after Ctrl-C, what was compared until then."""
     configuration = setting.configuration
     tokenizer = load_tokenizer(configuration.target)
     speculator = load_speculator(configuration, tokenizer)
@@ -128,13 +130,18 @@ def run(setting: Setting, progress: Progress) -> Report:
     assert isinstance(speculator.drafter, DraftModel)
     foreign, found = speculator.drafter.foreign, []
     said = None if foreign is None else partial(in_other_tokens, draft, foreign)
-    for number, (category, ids, first) in enumerate(texts, 1):
-        progress.show(f"comparing, text {number} of {len(texts)}")
-        found.append(compare(speculator.model, draft.model, category, ids, first, setting.sampling, said=said))
     progress.show("measuring costs")
     costs = measured(speculator)
+    try:
+        for number, (category, ids, first) in enumerate(texts, 1):
+            progress.show(f"comparing, text {number} of {len(texts)}")
+            found.append(compare(speculator.model, draft.model, category, ids, first, setting.sampling, said=said))
+    except KeyboardInterrupt:
+        if not found:
+            raise
     made = report_of(found, costs, sampled=setting.sampling["do_sample"], left_out=left_out)
-    return made if foreign is None else replace(made, shared=foreign.vocabularies.share)
+    shared = None if foreign is None else foreign.vocabularies.share
+    return replace(made, shared=shared, complete=len(found) == len(texts))
 
 
 def tokens_of(setting: Setting, speculator: Speculator, tokenizer: Any, longest: int) -> tuple[list[tuple[str, list[int], int]], int]:
@@ -319,6 +326,8 @@ def report(setting: Setting, found: Report) -> RenderableType:
     lines = [head + (f", {sampling}" if sampling else ", greedy")]
     if found.shared is not None:
         lines.append(f"The draft has another tokenizer; the target knows {found.shared:.0%} of the draft's tokens.")
+    if not found.complete:
+        lines.append("Interrupted: only the texts that were compared until then count.")
     if found.left_out:
         lines.append(f"{counted(found.left_out, 'text')} left out: beyond --limit {setting.limit}, or too short")
     if whole.texts < FEW:

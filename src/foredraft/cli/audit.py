@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from foredraft.cli.options import MODELS, OUTPUT, SAMPLING, grouped, panel
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.settings import Configuration, Decoding
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, Interrupted
 
 SERVER = panel("A server")
 FOR_SERVERS = {"api_key", "model", "at_once"}
@@ -69,7 +69,8 @@ def audit(
 
     With --server: check that an OpenAI server repeats its answers, alone and under load, and samples from its own log-probabilities.
 
-    Exit codes: 0 exact; 1 a fault, a lossy rule, a server that is not reproducible, or a necessary part left out; 2 invalid arguments.
+    Exit codes: 0 exact; 1 a fault, a lossy rule, a server that is not reproducible, or a necessary part left out; 2 invalid arguments;
+    130 Ctrl-C. What was found until then is shown and written.
     """
     check_given(context, remote.server)
     check_output(as_json)
@@ -84,10 +85,10 @@ def audit(
         from foredraft.cli import audit_model as auditing
 
         sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
-        report = auditing.run(configuration, texts, part, {"batch_size": batch_size, **own, **sampling})
+        report = kept(lambda: auditing.run(configuration, texts, part, {"batch_size": batch_size, **own, **sampling}))
         if as_json is not None:
             write_json(as_json, report.to_dict())
-    finish(auditing.lines(report), report.verdict)
+    finish(auditing.lines(report), report)
 
 
 def audit_server(remote: Remote, given: dict[str, Any], as_json: options.JsonFile) -> None:
@@ -98,15 +99,25 @@ def audit_server(remote: Remote, given: dict[str, Any], as_json: options.JsonFil
         from foredraft.cli.audit_server import lines
 
         asked: dict[str, Any] = {"api_key": remote.api_key, "model": remote.model, "at_once": remote.at_once, "progress": progress.show}
-        report = server.audit_server(str(remote.server), **given, **asked)
+        report = kept(lambda: server.audit_server(str(remote.server), **given, **asked))
         if as_json is not None:
             write_json(as_json, report.to_dict())
-    finish(lines(report), report.verdict)
+    finish(lines(report), report)
 
 
-def finish(lines: Iterable[str], verdict: str) -> None:
+def kept(audited: Callable[[], Any]) -> Any:
+    """The report; after Ctrl-C, that of what was checked until then."""
+    try:
+        return audited()
+    except Interrupted as stopped:
+        return stopped.output
+
+
+def finish(lines: Iterable[str], report: Any) -> None:
     typer.echo("\n".join(lines))
-    if verdict != "exact":
+    if not report.complete:
+        raise KeyboardInterrupt
+    if report.verdict != "exact":
         raise typer.Exit(FAILED)
 
 

@@ -182,7 +182,8 @@ def tune(
 ) -> None:
     """Measure drafters on this machine, and say what to write, how much it gains over plain decoding, and how sure that is.
 
-    The measured costs are saved; --shape auto uses them from then on.
+    The measured costs are saved; --shape auto uses them from then on. After Ctrl-C (exit code 130), what was measured until then is shown
+    and written.
     """
     check(contest.plain, contest.drafters or ())
     texts = () if prompts is None else read_prompts(None, prompts)
@@ -197,8 +198,10 @@ def tune(
         measuring = tuning.Tuning(setting, progress)
         found = measuring.run()
         if as_json is not None:
-            write_json(as_json, tuning.document(setting, found, measuring.spread))
+            write_json(as_json, tuning.document(setting, found, measuring.spread, complete=measuring.complete))
     tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
+    if not measuring.complete:
+        raise KeyboardInterrupt
     if plot is not None:  # the last: it may end in .nope
         tuning.draw(plot, setting, found)
 
@@ -233,7 +236,7 @@ def alpha(
 
     Reads each text once with either model and generates nothing. Texts that the target wrote (foredraft data generate) tell most.
 
-    Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C. What was compared until then is shown and written.
     """
     configuration = Configuration(**vars(loading), drafter=f"draft-model:{draft}", shape="chain(1)")
     check(configuration)
@@ -248,6 +251,8 @@ def alpha(
         if as_json is not None:
             write_json(as_json, comparison.document(setting, found))
     tables.console().print(comparison.report(setting, found), soft_wrap=True)
+    if not found.complete:
+        raise KeyboardInterrupt
 
 
 @app.command()

@@ -98,9 +98,12 @@ def serve(
         from foredraft.cli.generation import load_speculator
         from foredraft.loading import load_tokenizer
         from foredraft.serving import running
+        from foredraft.serving.chat import Chat
 
         running.log_to_stderr()
-        speculator = load_speculator(configuration, load_tokenizer(target), cache_memory=serving.cache_memory)
+        tokenizer = load_tokenizer(target)
+        Chat(tokenizer, settings.chat_template)  # mistakes in the template, before any weights are read
+        speculator = load_speculator(configuration, tokenizer, cache_memory=serving.cache_memory)
         application = server.app(speculator, settings)
         progress.show("measuring the machine")
         running.warm_up(speculator, application.state.engine)

@@ -57,8 +57,8 @@ class Setting(Contest):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """What is known of one drafter.
+class Prediction:
+    """What is known of one drafter before it is compared with the others.
 
     Attributes:
         costs: seconds of a pass over 1, 2, … nodes per row, and the rest of its round.
@@ -68,9 +68,6 @@ class Candidate:
         choices: for each length of a chain from 0 on, and for the pick, the predicted speed-up over plain decoding.
         pick: the best shape; chain(0) where drafting does not pay.
         predicted: its speed-up.
-        plain, speculative: measured seconds per token of a row: medians of each prompt's runs, and their mean over prompts.
-        low, high: the 95 % interval of the speed-up.
-        acceptance_length: tokens per row and pass, measured with the pick.
     """
 
     drafter: str
@@ -82,6 +79,21 @@ class Candidate:
     choices: dict[str, float]
     pick: str
     predicted: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self)}
+
+
+@dataclass(frozen=True)
+class Candidate(Prediction):
+    """And afterwards.
+
+    Attributes:
+        plain, speculative: measured seconds per token of a row: medians of each prompt's runs, and their mean over prompts.
+        low, high: the 95 % interval of the speed-up.
+        acceptance_length: tokens per row and pass, measured with the pick.
+    """
+
     plain: float
     speculative: float
     low: float
@@ -125,10 +137,11 @@ class Tuning:
 
     Attributes:
         spread: how much longer the slowest of the same plain runs took than the fastest, the median over prompts.
+        complete: nobody interrupted :meth:`run`.
     """
 
     def __init__(self, setting: Setting, progress: Progress):
-        self.setting, self.progress, self.spread = setting, progress, 1.0
+        self.setting, self.progress, self.spread, self.complete = setting, progress, 1.0, False
         self.tokenizer = load_tokenizer(setting.target)
         texts = setting.prompts or default_prompts(setting.target)
         rows = [encode(self.tokenizer, text, setting.target) for text in texts]
@@ -138,12 +151,31 @@ class Tuning:
         ]
         self.given = [make_drafter(name, {}, self.tokenizer) for name in setting.names]  # unknown names before any weights are read
         self.plain = Contender("plain", load_speculator(setting.plain, self.tokenizer))
+        self.contenders: list[Contender] = []
 
-    def run(self) -> list[Candidate]:
-        """Best first."""
-        contenders = [self._settled(name, drafter) for name, drafter in zip(self.setting.names, self.given)]
+    def run(self) -> Sequence[Prediction]:
+        """Best first. After Ctrl-C, only repeats in which everybody had every prompt count; where there is none, what is predicted of the
+        drafters that have settled is all."""
+        try:
+            self._measure()
+            self.complete = True
+        except KeyboardInterrupt:
+            if not self.contenders:
+                raise
+        everyone = [self.plain, *self.contenders]
+        whole = min((len(runs) for each in everyone for runs in each.seconds), default=0)
+        if not whole:
+            return [self._prediction(each) for each in self.contenders]
+        for each in everyone:
+            each.seconds = [runs[:whole] for runs in each.seconds]
+        self.spread = median(max(runs) / min(runs) for runs in self.plain.seconds)
+        return sorted(map(self._candidate, self.contenders), key=lambda each: each.speculative)
+
+    def _measure(self) -> None:
+        for name, drafter in zip(self.setting.names, self.given):
+            self.contenders.append(self._settled(name, drafter))
         self.progress.show("comparing with plain decoding")
-        everyone = [self.plain, *contenders]
+        everyone = [self.plain, *self.contenders]
         for each in everyone:
             each.seconds = [[] for _ in self.batches]
         for repeat in range(REPEATS + 1):
@@ -153,8 +185,6 @@ class Tuning:
                     if repeat:  # the first is the warm-up
                         each.seconds[number].append(spent)
                         each.kept.append(stats)
-        self.spread = median(max(runs) / min(runs) for runs in self.plain.seconds)
-        return sorted(map(self._candidate, contenders), key=lambda each: each.speculative)
 
     def _settled(self, name: str, drafter: Any) -> Contender:
         self.progress.show(f"{name}: measuring")
@@ -175,12 +205,22 @@ class Tuning:
         passes = sum(stats.row_passes for stats in found.kept)
         if not passes:
             raise ConfigurationError(f"{self.setting.target} ends every text at once; give other --prompts")
+        spread = quotient(np.array(self.plain.seconds), np.array(found.seconds)).spread
+        return Candidate(
+            **vars(self._prediction(found)),
+            plain=typical(self.plain.seconds),
+            speculative=typical(found.seconds),
+            low=spread.low,
+            high=spread.high,
+            acceptance_length=sum(stats.kept for stats in found.kept) / passes,
+        )
+
+    def _prediction(self, found: Contender) -> Prediction:
         planner, plans, pick = found.planner, found.plans, found.pick
         assert planner is not None and pick is not None
         acceptance = planner.acceptance[True]
         count, depth = self.setting.batch_size, min(SHOWN, planner.largest.depth)
-        spread = quotient(np.array(self.plain.seconds), np.array(found.seconds)).spread
-        return Candidate(
+        return Prediction(
             drafter=found.name,
             rule=found.rule,
             costs=planner.costs.verify(count, range(1, planner.largest.nodes + 2), 64),
@@ -190,11 +230,6 @@ class Tuning:
             choices={str(plan.shape): plan.rate / plans[0].rate for plan in plans},
             pick=str(pick.shape),
             predicted=pick.rate / plans[0].rate,
-            plain=typical(self.plain.seconds),
-            speculative=typical(found.seconds),
-            low=spread.low,
-            high=spread.high,
-            acceptance_length=sum(stats.kept for stats in found.kept) / passes,
         )
 
     def _time(self, speculator: Speculator, batch: Sequence[Sequence[int]]) -> tuple[float, Stats]:
@@ -216,9 +251,12 @@ def typical(seconds: Grid) -> float:
     return mean(median(runs) for runs in seconds)
 
 
-def document(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) -> dict[str, Any]:
-    """Everything, for JSON; the best drafter first."""
-    command, python = to_write(setting, found[0])
+def document(setting: Setting, found: Sequence[Prediction], spread: float = 1.0, *, complete: bool = True) -> dict[str, Any]:
+    """Everything, for JSON; the best drafter first. There is no pick where a run that is not ``complete`` compared nothing."""
+    best, pick = found[0], None
+    if isinstance(best, Candidate):
+        command, python = to_write(setting, best)
+        pick = {"drafter": best.drafter, "shape": best.pick, "command": command, "python": python}
     return {
         "schema": 2,
         "target": setting.target,
@@ -227,7 +265,8 @@ def document(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) 
         "threads": torch.get_num_threads(),
         "batch_size": setting.batch_size,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "pick": {"drafter": found[0].drafter, "shape": found[0].pick, "command": command, "python": python},
+        "complete": complete,
+        "pick": pick,
         "plain_spread": spread,
         "noisy": spread > NOISY,
         "candidates": [each.to_dict() for each in found],
@@ -263,15 +302,19 @@ def answer(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) ->
     return lines
 
 
-def report(setting: Setting, found: Sequence[Candidate], spread: float = 1.0, *, verbose: bool = False) -> RenderableType:
-    """For a terminal: the drafters side by side and the answer; what passes cost, acceptance and predictions if ``verbose``."""
+def report(setting: Setting, measured: Sequence[Prediction], spread: float = 1.0, *, verbose: bool = False) -> RenderableType:
+    """For a terminal: the drafters side by side and the answer; what passes cost, acceptance and predictions if ``verbose``, or if nothing
+    was compared."""
+    found = [each for each in measured if isinstance(each, Candidate)]
     parts: list[RenderableType] = []
-    if verbose:
-        parts = [_cost_curve(found[0], setting)]
-        for each in reversed(found):
+    if verbose or not found:
+        parts = [_cost_curve(measured[0], setting)]
+        for each in reversed(measured):
             head = Text(f"drafter {each.drafter}, rule {each.rule} (match when greedy)", style="bold")
-            parts += [Text(), head, _choices(each), _check(each)]
+            parts += [Text(), head, _choices(each), *([_check(each)] if isinstance(each, Candidate) else [])]
         parts.append(Text())
+    if not found:
+        return Group(*parts, Text("Interrupted before the drafters were compared: the speed-ups are predicted, none was measured."))
     table = new_table("drafter", "shape", ">tokens/s per row", ">against plain", ">95 % interval", ">tokens per pass")
     add_row(table, "none (plain decoding)", "", f"{1 / found[0].plain:.1f}", "", "", "")
     for each in found:
@@ -285,7 +328,7 @@ def report(setting: Setting, found: Sequence[Candidate], spread: float = 1.0, *,
     return Group(*parts, table, Text(), *(Text(line) for line in answer(setting, found, spread)))
 
 
-def _cost_curve(best: Candidate, setting: Setting) -> Table:
+def _cost_curve(best: Prediction, setting: Setting) -> Table:
     table = new_table(">nodes per row", ">ms per pass", "")
     for nodes in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25):
         if nodes <= len(best.costs):
@@ -296,7 +339,7 @@ def _cost_curve(best: Candidate, setting: Setting) -> Table:
     return table
 
 
-def _choices(each: Candidate) -> Table:
+def _choices(each: Prediction) -> Table:
     table = new_table("shape", ">accepted there", ">draft ms", ">predicted", "")
     top = max(each.choices.values())
     for shape, gain in each.choices.items():
@@ -324,8 +367,9 @@ def bar(share: float) -> str:
     return "█" * max(1, round(BAR * min(1.0, share)))
 
 
-def draw(path: Path, setting: Setting, found: Sequence[Candidate]) -> None:
-    """The picture."""
+def draw(path: Path, setting: Setting, measured: Sequence[Prediction]) -> None:
+    """The picture of a run that is complete."""
+    found = [each for each in measured if isinstance(each, Candidate)]
     best = found[0]
     with picture(path, 3, size=(13, 4)) as (left, middle, right):
         left.plot(range(1, len(best.costs) + 1), [1e3 * seconds for seconds in best.costs], marker=".")

@@ -7,15 +7,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
+from foredraft.errors import ConfigurationError
 from foredraft.serving.failures import refused
 from foredraft.serving.protect import check_values
 from foredraft.serving.schema import ContentPart, Message, Tool
 
 
 class Chat:
-    """The chat template of a tokenizer, or the one that the operator has given. A request can give none."""
+    """The chat template of a tokenizer, or the one that the operator has given. A request can give none.
+
+    Raises:
+        ConfigurationError: the operator's is no Jinja.
+    """
 
     def __init__(self, tokenizer: Any, template: str | None):
+        if template:
+            check_syntax(tokenizer, template)
         self.tokenizer = tokenizer
         self.template = template or getattr(tokenizer, "chat_template", None)
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
@@ -64,6 +73,20 @@ class Chat:
         except Exception as error:  # a template is a program of the model's author
             raise refused(f"the chat template refused the messages: {str(error)[:500]}", "messages", "chat_template") from error
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def check_syntax(tokenizer: Any, template: str) -> None:
+    """Raises:
+    ConfigurationError: ``template`` is no Jinja. What else a template refuses depends on the conversation.
+    """
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(
+            f"the chat template given cannot be read, line {error.lineno}: {error.message}; correct it there"
+        ) from error
+    except Exception:
+        return
 
 
 def as_template_reads(message: Message, *, developer: bool) -> dict[str, Any]:

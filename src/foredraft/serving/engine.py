@@ -114,13 +114,22 @@ class Engine:
         rows = [Waiting(job, index, size) for index, size in enumerate(sizes)]
         with self._changed:
             self._check_ready()
-            if excess := self._queue.excess(job.owner, len(rows)):
-                self.metrics.refused += 1
-                seconds = self._rate.seconds(excess)
-                raise QueueFullError(f"the queue is full (waiting: {len(self._queue)}); try again in {seconds:.0f} s", seconds)
+            excess = self._queue.excess(len(rows))
+            yielding = self._queue.yielding(job.owner, len(rows)) if excess else []
+            if excess and not yielding:
+                raise self._full(excess)
             self._check_wait(job.owner)
+            for other in yielding:  # none of them is at the head, which the thread may be about to take
+                self._queue.remove(other)
+                send([(other, Failed(self._full(len(other.choices))))])
             self._queue.push(rows)
             self._changed.notify()
+
+    def _full(self, excess: int) -> QueueFullError:
+        """What a job is told for which there is no place until so many rows have left."""
+        self.metrics.refused += 1
+        seconds = self._rate.seconds(excess)
+        return QueueFullError(f"the queue is full (waiting: {len(self._queue)}); try again in {seconds:.0f} s", seconds)
 
     def _check_wait(self, owner: str) -> None:
         """Refuse at once what would most likely wait for longer than ``queue_timeout``."""

@@ -43,8 +43,8 @@ class Live:
 
 
 class FairQueue:
-    """Rows that wait, at most ``bound``. Where it is full, an owner who has less than an equal share of it still gets in, up to twice the
-    bound in all: nobody can shut the others out."""
+    """Rows that wait, at most ``bound``. Where it is full, an owner who has less than an equal share of it still gets in, in the place of
+    the newest job of whoever has most: nobody can shut the others out."""
 
     def __init__(self, bound: int):
         self.bound = bound
@@ -58,12 +58,30 @@ class FairQueue:
         for rows in self._owners.values():
             yield from rows
 
-    def excess(self, owner: str, rows: int) -> int:
-        """How many rows have to leave before ``owner`` may add so many; 0 if it may now."""
-        over = self._length + rows - self.bound
+    def excess(self, rows: int) -> int:
+        """How many rows have to leave before so many may be added; 0 if they may now."""
+        return max(0, self._length + rows - self.bound)
+
+    def yielding(self, owner: str, rows: int) -> list[Job]:
+        """The jobs that make room for so many rows of ``owner``; none if it would have more than an equal share, or if there would not be
+        room enough: a job whose turn it is stays, as does one of which a row has left the queue."""
         own = len(self._owners.get(owner, ()))
         share = self.bound // (len(self._owners) + (owner not in self._owners))
-        return 0 if over <= 0 or (own + rows <= share and over <= self.bound) else over
+        if own + rows > share:
+            return []
+        others = [[row.job for row in waiting] for name, waiting in self._owners.items() if name != owner]
+        found: list[Job] = []
+        excess = self.excess(rows)
+        while excess > 0:
+            most = max(others, key=len)
+            job = most[-1]
+            count = most.count(job)
+            if count < len(job.choices) or (self.head is not None and job is self.head.job):
+                return []
+            del most[-count:]
+            found.append(job)
+            excess -= count
+        return found
 
     def ahead(self, owner: str) -> int:
         """How many rows have their turn before a new one of ``owner``, as owners take turns."""

@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE,
             http=Connection,
             ws="none",
-            limit_concurrency=CONNECTIONS + engine.settings.max_rows + 2 * engine.settings.max_queue,
+            limit_concurrency=CONNECTIONS + engine.settings.max_rows + engine.settings.max_queue,
             timeout_graceful_shutdown=int(GRACE),
         )
         super().__init__(config)

@@ -59,9 +59,13 @@ class Settings:
             whole(name, getattr(self, name))
         if self.max_batch_tokens is not None:
             whole("max_batch_tokens", self.max_batch_tokens, least=2)
-        for name in ("queue_timeout", "request_timeout", "drain"):
-            if not getattr(self, name) >= 0:
-                raise ConfigurationError(f"{name} must be a number of seconds of at least 0, got {getattr(self, name)!r}")
+        for name in ("queue_timeout", "request_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(
+                    f"{name} must be a number of seconds above 0, or no request is served; got {getattr(self, name)!r}"
+                )
+        if not self.drain >= 0:
+            raise ConfigurationError(f"drain must be a number of seconds of at least 0, got {self.drain!r}")
         if len(set(self.keys.values())) < len(self.keys) or not all(self.keys.values()):
             raise ConfigurationError("an API key is empty or was given twice; give each once")
 

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from foredraft.auditing.prompts import GENERAL, default_prompts
+from foredraft.auditing.report import INTERRUPTED
 from foredraft.auditing.server.report import Check, Samples, ServerReport
-from foredraft.errors import ConfigurationError, whole
+from foredraft.errors import ConfigurationError, Interrupted, whole
 
 if TYPE_CHECKING:
     from foredraft.auditing.server.plan import Plan
@@ -57,6 +58,7 @@ def audit_server(
     Raises:
         ConfigurationError: an option that cannot work, or no server at the address.
         ServerError: the server stops answering while it is found out what it takes.
+        Interrupted: Ctrl-C during a check; ``.output`` is the report of those before it.
     """
     for name, count in (("max_new_tokens", max_new_tokens), ("at_once", at_once), ("samples", 1 if samples is None else samples)):
         whole(name, count)
@@ -81,7 +83,7 @@ def audit_server(
         checks, found = run(plan, samples, significance, bias, progress)
         after = abilities.drafted(client)
         drafted, accepted = (None, None) if before is None or after is None else (after[0] - before[0], after[1] - before[1])
-        return ServerReport(
+        report = ServerReport(
             url=client.url,
             model=client.model,
             endpoint="/v1/chat/completions" if client.chat else "/v1/completions",
@@ -97,6 +99,9 @@ def audit_server(
             checks=checks,
             samples=found,
         )
+    if not report.complete:
+        raise Interrupted(report)
+    return report
 
 
 def built_in(model: str) -> list[str]:
@@ -107,7 +112,7 @@ def built_in(model: str) -> list[str]:
 def run(
     plan: Plan, samples: int | None, significance: float, bias: float, progress: Callable[[str], None]
 ) -> tuple[list[Check], Samples | None]:
-    """All checks; those of everything that was answered come last."""
+    """All checks; those of everything that was answered come last. After Ctrl-C the others are not asked."""
     from foredraft.auditing.server import contents, probabilities, repeating
     from foredraft.auditing.server.plan import run as ask
 
@@ -116,7 +121,12 @@ def run(
 
     def add(name: str, check: Callable[[Plan], Check], **known: Any) -> None:
         progress(name)
-        found.append(ask(check, plan, name, **known))
+        try:
+            if found and found[-1].found == INTERRUPTED:
+                raise KeyboardInterrupt
+            found.append(ask(check, plan, name, **known))
+        except KeyboardInterrupt:
+            found.append(Check(name, "not asked", INTERRUPTED, **known))
 
     add("the same request again", repeating.again)
     add("the same request under load", repeating.under_load)

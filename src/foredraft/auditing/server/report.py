@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from foredraft.auditing.report import ExactnessError, Power, Statistic
+from foredraft.auditing.report import INTERRUPTED, ExactnessError, Power, Statistic
 
 FEW = 0.1  # of the tokens
 Status = Literal["ok", "fault", "not asked"]
@@ -118,6 +118,11 @@ class ServerReport:
         return "exact"
 
     @property
+    def complete(self) -> bool:
+        """Whether nobody interrupted it."""
+        return all(check.found != INTERRUPTED for check in self.checks)
+
+    @property
     def reasons(self) -> list[str]:
         """What is wrong, or what could not be asked, a phrase per check."""
         bad = [check for check in self.checks if check.status == "fault"]
@@ -133,6 +138,8 @@ class ServerReport:
         if self.verdict == "not reproducible":
             rest = "no other fault was found" if self.samples is not None else "it could not be asked whether its samples are right"
             return f"{name} is not reproducible, though {rest}: {why}"
+        if self.verdict == "inconclusive" and not self.complete:
+            return f"{name}: no fault found, but the audit was interrupted"
         if self.verdict == "inconclusive":
             return f"{name}: no fault found, but it could not be asked everything: {why}"
         return f"{name} is exact and reproducible as far as these checks see{self._certainty}"
@@ -173,7 +180,8 @@ class ServerReport:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values that JSON can hold."""
         document: Mapping[str, Any] = {
-            "verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, "limits": self.limits, **asdict(self),
+            "verdict": self.verdict, "complete": self.complete, "summary": self.summary, "reasons": self.reasons, "limits": self.limits,
+            **asdict(self),
         }  # fmt: skip
         # JSON has no infinity: such numbers become the words "inf" and "nan"
         return json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
