@@ -41,7 +41,7 @@ COLLECTING = 0.02  # of the time of rounds that collecting may take
 LOOK = 1.0  # seconds between looks at the learner and the folder
 HUNG = 300.0  # seconds without a sign of life
 PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)  # seconds until a learner that has ended is started again; after as many ends, never
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # of glibc: memory of tensors stays with the process
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # of glibc: it keeps the memory of tensors
 GUESS = 50  # tokens that a draft reads in the time of a round, until that is known
 CURVE = 256  # points that α over time has at most
 
