@@ -200,6 +200,14 @@ def test_a_fingerprint_that_ends_in_approx_allows_rounding():
     assert check.status == "ok" and "by up to 0.01 nats" in check.found
 
 
+def test_seeds_and_choices_say_what_they_would_have_found():
+    found = {check.name: check.power for check in audited().checks}
+    assert "repeats the text of another in 19% of answers would have been found" in found[SEEDS]  # in one of 11 that follow the first
+    assert "in 54% of answers" in found[CHOICES]
+    unknown = [Answer(Request("a", 1, max_tokens=2), (text,), None, "length", 2, None) for text in "abc"]
+    assert "a few equal texts would be no fault" in repeating.distinct(SEEDS, unknown, "requests").power
+
+
 def test_and_no_more_than_rounding():
     report = audited("log-probabilities are wrong under load", server={"fingerprint": "fp-approx"})
     assert status(report, LOADED) == "fault" and "by up to 0.6 nats" in next(each.found for each in report.checks if each.name == LOADED)
