@@ -305,6 +305,24 @@ def test_sessions_take_turns():
     assert elsewhere(text, speculator), "an abandoned session is in nobody's way"
 
 
+@pytest.mark.parametrize("action", ["remove", "close"])
+def test_no_step_begins_while_another_thread_removes_rows_that_wait(action, monkeypatch):
+    session = Speculator(tiny(), "none").session()
+    slot = session.add(IDS[0].tolist(), RowParameters(max_new_tokens=NEW))
+    over, reached, go = session._over, threading.Event(), threading.Event()
+    monkeypatch.setattr(session, "_over", lambda rows: (reached.set(), go.wait(10), over(rows)))
+    with ThreadPoolExecutor(1) as pool:
+        removed = pool.submit(*((session.remove, slot) if action == "remove" else (session.close,)))
+        assert reached.wait(10)
+        try:
+            with pytest.raises(BusyError):
+                session.step()
+        finally:
+            go.set()
+        removed.result(10)
+    assert not session.live and session.step() == []
+
+
 @needs_kernels
 def test_targets_over_one_model_have_scratch_of_their_own(always):
     """Passes of two targets beside each other, without turns: only what they compute with is shared, the weights."""

@@ -10,7 +10,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,7 @@ class Session:
     """Rows that one target and one drafter generate together. Rows can be added and removed between rounds.
 
     :meth:`foredraft.Speculator.session` makes one. Any thread may :meth:`add` rows at any time. Steps can be made in any thread, one after
-    the other. While rows are under way, other threads cannot use the target, the drafter or their models.
+    the other, and rows removed between them. While rows are under way, other threads cannot use the target, the drafter or their models.
 
     Args:
         target: the model that scores drafts.
@@ -178,8 +178,7 @@ class Session:
             KeyError: no such live row.
             BusyError: another thread is in a step.
         """
-        mine = bool(self.rows) and self.target.owner is self._token
-        with self._alone() if mine or self.turn.running else nullcontext():
+        with self._alone(models=bool(self.rows) and self.target.owner is self._token):
             row = next((row for row in (*self.waiting, *self.rows) if row.slot == slot), None)
             if row is None:
                 raise KeyError(f"no live row in slot {slot}")
@@ -200,21 +199,18 @@ class Session:
         Raises:
             BusyError: another thread is in a step.
         """
-        mine = self.turn.resume()
-        try:
+        with self._alone(models=False):
             self._drop()
-        finally:
-            if mine:
-                self.turn.rest()
 
     def _drop(self) -> None:
         self.observer.settle()
         self._over([*self.rows, *self.waiting])
         self.rows, self.waiting = [], []
         self.loop.committed.clear()
-        if self.turn.running and self.target.owner is self._token:
+        mine = self.turn.thread is not None  # else nobody keeps others from the models
+        if mine and self.target.owner is self._token:
             self.target.reset()
-        if self.turn.running and self.drafter.owner is self._token:
+        if mine and self.drafter.owner is self._token:
             self.drafter.reset()
 
     # -- a step ---------------------------------------------------------------------------------------------------------
@@ -251,9 +247,13 @@ class Session:
                 raise
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No other thread uses the target and the drafter inside, nor afterwards while rows are under way."""
-        self.turn.take()
+    def _alone(self, *, models: bool = True) -> Iterator[None]:
+        """No other thread is in a step of this session inside; nor uses the target and the drafter, if ``models``, nor afterwards while
+        rows are under way."""
+        if models:
+            self.turn.take()
+        else:
+            self.turn.resume()
         try:
             with host_by_default(self.target.device):
                 yield

@@ -66,8 +66,8 @@ class Turn:
                     each.thread = None
             self.thread, self.running = me, True
 
-    def resume(self) -> bool:
-        """Begin a last step, if nobody has taken over meanwhile: one that uses none of the models.
+    def resume(self) -> None:
+        """Begin a step that uses none of the models, so that it is in nobody's way unless this turn rests.
 
         Raises:
             BusyError: it is under way.
@@ -78,8 +78,8 @@ class Turn:
                     raise BusyError(f"this generation is under way in {getattr(self.thread, 'name', 'another thread')}; close it there")
                 _changed.wait(POLL)
             if self.thread is not None:
-                self.thread, self.running = threading.current_thread(), True
-            return self.running
+                self.thread = threading.current_thread()
+            self.running = True
 
     def rest(self, *, keep: bool = False) -> None:
         """End a step; ``keep`` the turn until the next one."""

@@ -533,13 +533,16 @@ def report_of(subject: Speculator, **parts: Any) -> AuditReport:
 
 
 def test_samples_that_are_too_few_to_show_a_bias_are_said_to_be():
-    def found(smallest: float) -> AuditReport:
-        power = [Power("one", 0.02, 0.01, 40, 40), Power("other", smallest, 0.01, 0, 40)]
+    def found(smallest: float, least: float = 0.02) -> AuditReport:
+        power = [Power("one", least, 0.01, 40, 40), Power("other", smallest, 0.01, 0, 40)]
         part = StatisticalPart(10, 90, 3.0, 0.5, 4, 0, [], 1.0, 1e-3, power, 1.0)
         return report_of(speculator("rejection"), statistical=part)
 
     assert "its samples could not have shown a bias" in found(1.0).summary
     assert "a total variation of 40.0% per token, or less, would have been found" in found(0.4).summary
+    nothing = found(1.0, 1.0)
+    assert nothing.verdict == "inconclusive" and "no fault found, but nothing could be tested by its samples" in nothing.summary
+    assert found(1.0).verdict == "exact"
 
 
 def test_a_fault_in_the_greedy_text_is_one_under_a_lossy_rule_too():

@@ -24,7 +24,7 @@ from foredraft.auditing.server.plan import Plan
 from foredraft.cli import app
 
 PROMPTS = ["Tell me about cats", "The mat was blue and"]
-SMALL: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 24, "samples": 8}
+SMALL: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 24, "samples": 40}
 AGAIN, LOAD, LOADED = "the same request again", "the same request under load", "log-probabilities under load"
 STREAM, SPECULATION, SEEDS, CHOICES = "streamed or not", "speculation on and off", "other seeds, other texts", "n choices"
 SHORTER, STOPS, MISSING, JOINED = "a shorter answer is the beginning", "stop strings", "no token is missing", "the text is its tokens"
@@ -200,9 +200,23 @@ def test_a_fingerprint_that_ends_in_approx_allows_rounding():
     assert check.status == "ok" and "by up to 0.01 nats" in check.found
 
 
+def test_seeds_and_choices_say_what_they_would_have_found():
+    found = {check.name: check.power for check in audited().checks}
+    assert "repeats the text of another in 19% of answers would have been found" in found[SEEDS]  # in one of 11 that follow the first
+    assert "in 54% of answers" in found[CHOICES]
+    unknown = [Answer(Request("a", 1, max_tokens=2), (text,), None, "length", 2, None) for text in "abc"]
+    assert "a few equal texts would be no fault" in repeating.distinct(SEEDS, unknown, "requests").power
+
+
 def test_and_no_more_than_rounding():
     report = audited("log-probabilities are wrong under load", server={"fingerprint": "fp-approx"})
     assert status(report, LOADED) == "fault" and "by up to 0.6 nats" in next(each.found for each in report.checks if each.name == LOADED)
+
+
+def test_answers_that_test_nothing_do_not_say_exact():
+    report = audited(samples=2)
+    assert report.verdict == "inconclusive" and status(report, SAMPLES) == "not asked"
+    assert "nothing could be tested by 2 answers, 48 tokens: they are too few" in report.summary
 
 
 def test_no_drafted_token_says_nothing_about_speculation():
@@ -318,7 +332,7 @@ def test_the_command_prints_a_table_and_the_verdict(tmp_path: Path):
     prompts.write_text("\n".join(PROMPTS))
     with running() as url:
         result = command(
-            "--server", url, "--prompts", str(prompts), "--max-new-tokens", "16", "--samples", "16", "--at-once", "4", "--json", str(file)
+            "--server", url, "--prompts", str(prompts), "--max-new-tokens", "16", "--samples", "64", "--at-once", "4", "--json", str(file)
         )
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith(f"EXACT: fake at {url} is exact and reproducible")

@@ -57,6 +57,12 @@ def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
     assert "its samples could not have shown a bias" in result.stdout.splitlines()[-1], "of a draft that is the target"
 
 
+def test_samples_that_test_nothing_do_not_say_exact():
+    result = audit("--drafter", "draft-model:zoo:python-1m", "--rule", "block", "--shape", "chain(2)", "--samples", "2")
+    assert result.exit_code == 1 and result.stdout.splitlines()[-1].startswith("INCONCLUSIVE: "), result.output
+    assert "nothing could be tested by its samples: they are too few" in result.stdout
+
+
 def test_what_was_checked_before_ctrl_c_is_shown_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def interrupted(*_: object, **options: object) -> None:
         raise KeyboardInterrupt

@@ -22,6 +22,10 @@ MISTAKES = [
     ("generate x --drafter prompt-lookup --drafter-option max_ngrm=3", "did you mean 'max_ngram'?"),
     ("generate x --drafter-option max_ngram=many", "max_ngram must be int, got 'many'"),
     ("generate x --drafter several:suffix,sufix", "did you mean 'suffix'?"),
+    (
+        "generate x --drafter several:suffix,draft-model:zoo:python-1m --learn",
+        "has no option 'learn'; use the drafter that it is for alone, or",
+    ),
     ("generate x --drafter rest:none.store", "there is no file 'none.store'"),
     ("generate x --drafter draft-model:./none", "no model at './none'"),
     ("generate x --drafter medusa --drafter-option siblings=4", "siblings must be str"),

@@ -28,6 +28,8 @@ def suggest(folder, config):
 def test_a_model_of_a_known_family(tmp_path):
     result = suggest(tmp_path, QWEN3)
     assert result.exit_code == 0 and "qwen3, 36 layers, a vocabulary of 151,936, about 8.2 B parameters" in result.stdout
+    _, _, _, draft, _, head, *others = result.stdout.splitlines()
+    assert draft.startswith("draft-model:") and head.startswith("The same for every model") and "suffix" in others[0]
     assert "draft-model:Qwen/Qwen3-0.6B" in result.stdout and "not tried here" in result.stdout and "chains and trees" in result.stdout
     assert f"foredraft tune --target {tmp_path} --drafter draft-model:Qwen/Qwen3-0.6B --drafter suffix" in result.stdout
 

@@ -351,3 +351,13 @@ def test_a_member_gets_the_logits_of_its_own_nodes():
                 assert torch.allclose(feedback.logits[row, node], expected, atol=1e-4)
                 scored += node > 0
     assert scored > 10
+
+
+def test_each_drafter_has_options_of_its_own():
+    """As the error says that the command line gets, which can give none."""
+    speculator = Speculator(tiny(), drafter="several", drafter_options={"source": [["suffix", {"learn": True}], "prompt-lookup"]})
+    assert speculator.drafter.drafters[0].learn
+    with pytest.raises(
+        ConfigurationError, match=r"drafter_options=\{'source': \[\['draft-model', \{'source': ..., 'learn': ...\}\], 'suffix'\]\}"
+    ):
+        Speculator(tiny(), drafter="several:suffix,prompt-lookup", drafter_options={"learn": True})

@@ -268,6 +268,8 @@ def test_plain_and_speculative_write_the_same_text(browser, url):
         assert plain == speculative != ""
         passes = [int(page.get_by_role("region", name=name).locator("dd").nth(2).inner_text()) for name in ("Plain", "Speculative")]
         assert passes[0] == 24 > passes[1]
+        token = page.get_by_role("region", name="Plain").locator(KEPT).first  # there is no round to open
+        assert token.get_attribute("role") is None and token.evaluate("(each) => getComputedStyle(each).cursor") != "pointer"
         assert violations(page) == []
 
 
@@ -366,6 +368,27 @@ def test_a_server_that_is_gone_is_said_and_tried_again(browser, url):
         page.get_by_role("button", name="Try again").click()
         page.get_by_role("heading", name="Complete").wait_for()
         assert [line for line in page.said if "ERR_FAILED" not in line] == []
+        page.said.clear()
+
+
+def test_rounds_that_could_not_be_asked_for_are_tried_again(browser, url):
+    with opened(browser, url) as page:
+        page.get_by_role("heading", name="Complete").wait_for()
+        page.route("**/rounds", lambda route: route.abort())
+        page.goto(f"{url}/#roll")
+        page.reload()
+        page.get_by_text("The server does not answer").wait_for()
+        assert violations(page) == []
+        page.unroute("**/rounds")
+        page.get_by_role("button", name="Try again").click()
+        page.get_by_role("button", name="Roll", exact=True).wait_for()
+        page.route("**/rounds", lambda route: route.fulfill(status=404, json={"error": {"message": "there is no /rounds here"}}))
+        page.get_by_role("link", name="Write").click()
+        page.get_by_role("link", name="Roll a round").click()
+        page.get_by_role("button", name="Roll", exact=True).wait_for()  # asked for once
+        page.reload()
+        page.get_by_text("does not offer rounds to roll").wait_for()
+        assert [line for line in page.said if "ERR_FAILED" not in line and "404" not in line] == []
         page.said.clear()
 
 

@@ -164,6 +164,11 @@ class Power:
     trials: int
 
 
+def blind(power: Sequence[Power]) -> bool:
+    """Whether no bias, however large, would have been found."""
+    return all(each.smallest >= 1 for each in power)
+
+
 @dataclass(frozen=True)
 class StatisticalPart:
     """Sampled tokens against the target's own distribution after the same text.
@@ -234,15 +239,20 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """``lossy`` if the rule says so itself, ``fault`` if a part found one, ``inconclusive`` if a part that matters was left out. The
-        greedy text is the same under every rule, so a fault in it is one under a lossy rule, too."""
+        """``lossy`` if the rule says so itself, ``fault`` if a part found one, ``inconclusive`` if a part that matters was left out, or
+        if the samples could have shown no bias at all. The greedy text is the same under every rule, so a fault in it is one under a lossy
+        rule, too."""
         if not self.lossless:
             return "lossy" if all(part.passed for part in self.keyed) else "fault"
         if any(not part.passed for part in self.parts):
             return "fault"
-        if any(why in (LEFT_OUT, INTERRUPTED) for why in self.skipped.values()) or not self.parts:
+        if any(why in (LEFT_OUT, INTERRUPTED) for why in self.skipped.values()) or not self.parts or self._blind:
             return "inconclusive"
         return "exact"
+
+    @property
+    def _blind(self) -> bool:
+        return self.statistical is not None and blind(self.statistical.power)
 
     @property
     def complete(self) -> bool:
@@ -263,6 +273,8 @@ class AuditReport:
             return f"{name} is not exact: {'; '.join(self.reasons)}"
         if self.verdict == "inconclusive":
             missing = [f"the {part} part was {why}" for part, why in self.skipped.items() if why in (LEFT_OUT, INTERRUPTED)]
+            if self._blind:
+                missing.append("nothing could be tested by its samples: they are too few, or the target is sure of every token")
             return f"{name}: no fault found, but {', '.join(missing)}"
         return f"{name} is exact as far as these checks see{self._certainty}"
 

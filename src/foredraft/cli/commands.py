@@ -323,7 +323,7 @@ app.command()(memory)
 
 @app.command()
 def suggest(target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)]) -> None:
-    """Say which drafters and which draft model suit a model, by its configuration alone."""
+    """Say which draft model suits a model, by its configuration alone, and list drafters that suit any."""
     check_model(target)
     typer.echo("\n".join(suggested(target)))
 

@@ -1,4 +1,4 @@
-"""``foredraft suggest``: which drafters suit a model, by its configuration alone: no weights are read."""
+"""``foredraft suggest``: a draft model for a model, by its configuration alone: no weights are read. And drafters that suit any model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def suggest(source: str) -> list[str]:
     facts = [str(kind), f"{layers} layers", f"a vocabulary of {vocab:,}", f"about {billions:.2g} B parameters"]
     lines = [f"{source}: {', '.join(facts)}", "Drafts may be chains only." if chains else "Drafts may be chains and trees.", ""]
     found = pair_for(source, config)
-    lines += [*_draft_model(found, billions), *_without_training(), ""]
+    lines += [*_draft_model(found, billions), "", "The same for every model, to be chosen by what is written:", *_any_model(), ""]
     specs = [*([f"draft-model:{found.draft}"] if found is not None and fits(found, billions) else []), "suffix", "prompt-lookup"]
     measure = " ".join(["foredraft tune --target", shlex.quote(source), *(f"--drafter {spec}" for spec in specs)])
     return [*lines, f"Which is faster here: {measure}"]
@@ -60,7 +60,7 @@ def _draft_model(found: Pair | None, billions: float) -> list[str]:
     return [f"draft-model:{found.draft}  any text; {found.billions:g} B parameters, {tried}"]
 
 
-def _without_training() -> list[str]:
+def _any_model() -> list[str]:
     return [
         "suffix              outputs that repeat the prompt or earlier outputs: edits, summaries, agents; nothing to download",
         "prompt-lookup       outputs that repeat the prompt; nothing to download",

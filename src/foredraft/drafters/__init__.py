@@ -75,7 +75,11 @@ def check(spec: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
             raise ConfigurationError(f"drafter {name!r} takes no source; write {name!r} without {':' + source!r}")
         given["source"] = source
     for key in sorted(given.keys() - parameters.keys()):
-        raise unknown(f"drafter {name!r} has no option", key, parameters, hint=f"its options: {', '.join(parameters) or 'none'}")
+        hint = f"its options: {', '.join(parameters) or 'none'}"
+        if name == "several":
+            member = f"[['draft-model', {{'source': ..., {key!r}: ...}}], 'suffix']"
+            hint = f"use the drafter that it is for alone, or in Python drafter='several' with drafter_options={{'source': {member}}}"
+        raise unknown(f"drafter {name!r} has no option", key, parameters, hint=hint)
     required = [key for key, value in parameters.items() if value.default is inspect.Parameter.empty and key not in given]
     if required:
         hint = f"write {name + ':SOURCE'!r}" if required == ["source"] else f"pass drafter_options={{{required[0]!r}: ...}}"

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from foredraft.auditing.prompts import GENERAL, default_prompts
-from foredraft.auditing.report import INTERRUPTED
+from foredraft.auditing.report import INTERRUPTED, blind
 from foredraft.auditing.server.report import Check, Samples, ServerReport
 from foredraft.errors import ConfigurationError, Interrupted, whole
 
@@ -155,6 +155,9 @@ def sampled(plan: Plan, samples: int | None, significance: float, bias: float, d
     if (plan.abilities.logprobs or 0) < 2:
         raise NotAskedError("the server gives no log-probabilities of alternatives, so samples cannot be tested")
     found = check(plan, samples=samples, significance=significance, bias=bias)
+    if blind(found.power):
+        few = "they are too few, or the model is sure of every token"
+        raise NotAskedError(f"nothing could be tested by {found.answers:,} answers, {found.tokens:,} tokens: {few}")
     drawn.append(found)
     seen = f"{found.answers:,} answers, {found.tokens:,} tokens: p = {found.p_value:.2g}, corrected (a fault below {significance:g})"
     if not found.passed:

@@ -89,7 +89,7 @@ def probabilities(plan: Plan) -> Check:
     fingerprints = {answer.fingerprint for _, answer in pairs} - {None}
     promised = bool(fingerprints) and not any(str(each).endswith("-approx") for each in fingerprints)
     if worst == 0:
-        return Check(name, "ok", f"equal bit for bit in {len(gaps)} answers", caught(len(gaps), "the log-probabilities"))
+        return Check(name, "ok", f"equal bit for bit in {len(gaps)} answers", caught(len(gaps), "changes the log-probabilities of"))
     off = f"{changed} of {len(gaps)} answers differ, by up to {worst:.2g} nats"
     if worst > TOLERANCE:
         return Check(name, "fault", f"{off}, more than rounding explains ({TOLERANCE})")
@@ -131,7 +131,9 @@ def distinct(name: str, found: Sequence[Answer], what: str) -> Check:
     texts = len({answer.text for answer in found})
     seen = f"{texts} texts from {len(found)} {what}"
     if not pairs:
-        return Check(name, "ok", seen, "two equal texts would be a fault, unless they are too likely")
+        telling = sum(alike([*found, answer])[1] < CHANCE for answer in found)
+        seldom = "a few equal texts would be no fault: they are too likely, or their probabilities are unknown"
+        return Check(name, "ok", seen, caught(telling - 1, "repeats the text of another in") if telling > 1 else seldom)
     if math.isnan(chance):
         if texts > 1:
             return Check(name, "ok", f"{seen}; how likely equal texts are is unknown without log-probabilities")
@@ -150,6 +152,6 @@ def compared(name: str, wanted: Sequence[Answer], found: Sequence[Answer], *, re
     return Check(name, "ok", f"{len(found)} answers are equal byte for byte", caught(len(found)), reproducibility=reproducibility)
 
 
-def caught(count: int, what: str = "the text") -> str:
+def caught(count: int, what: str = "changes the text of") -> str:
     """Which share of answers would have shown among ``count``."""
-    return f"a fault that changes {what} of {1 - 0.1 ** (1 / count):.0%} of answers would have been found with probability 0.9"
+    return f"a fault that {what} {1 - 0.1 ** (1 / count):.0%} of answers would have been found with probability 0.9"

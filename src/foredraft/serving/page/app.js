@@ -21,7 +21,7 @@ const named = () => VIEWS.find(({ id }) => id === location.hash.slice(1)) ?? VIE
 async function ask() {
   const models = await getJSON("v1/models");
   const [{ id, chat }] = models.data;
-  return { model: id, chat, rounds: await getJSON("rounds").catch(() => null) };
+  return { model: id, chat };
 }
 
 function App() {

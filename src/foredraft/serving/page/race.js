@@ -120,7 +120,7 @@ function Side({ name, about, run, clock, best }) {
     <${Bar} share=${best ? rate(run) / best : 0} kind="accepted" />
     <p class="clock note"><span>${Math.min(clock, run.seconds).toFixed(2)} s</span> ${over ? "done" : "writing…"}</p>
     <div class="flow code">
-      <${Tokens} pieces=${shown} open=${() => {}} hideRefused label=${`${name}: the text`} />
+      <${Tokens} pieces=${shown} hideRefused label=${`${name}: the text`} />
     </div>
   </section>`;
 }

@@ -1,7 +1,7 @@
 // Roll a round: draft, verify, accept, correct, with the numbers of a real round; and hundreds of rounds beside what was to be expected.
 
 import { html, useEffect, useState } from "./vendor/htm-preact-standalone.js";
-import { postJSON } from "./api.js";
+import { getJSON, postJSON } from "./api.js";
 import { Bar, Choice, Field, NumberField, Say, Trouble, calm, many, percent, useAbort, useFocusKept, useKept, visible } from "./parts.js";
 import { Many, joined } from "./many.js";
 import { SIGN, lines, Tree } from "./tree.js";
@@ -41,10 +41,21 @@ function correct({ rule, lossless, round }) {
   return `A guess was refused, so the next token is drawn from the residual.${lossless ? " That keeps the text exactly the model's." : ""}`;
 }
 
+/** What can be rolled; asked for when the view is first opened, and kept in `server`. */
 export function Roll({ server }) {
-  const known = server.rounds;
-  if (!known) return html`<div class="view"><h1>Roll a round</h1><p class="lead">This server does not offer rounds to roll.</p></div>`;
-  return html`<${Rolling} known=${known} />`;
+  const [known, setKnown] = useState(server.rounds);
+  const [problem, setProblem] = useState(null);
+  const ask = () => {
+    setProblem(null);
+    getJSON("rounds").then((found) => { server.rounds = found; setKnown(found); }, setProblem);
+  };
+  useEffect(() => { if (!known) ask(); }, []);
+  if (known) return html`<${Rolling} known=${known} />`;
+  return html`<div class="view">
+    <h1>Roll a round</h1>
+    ${problem?.status === 404 ? html`<p class="lead">This server does not offer rounds to roll.</p>` : html`<${Trouble} problem=${problem} retry=${ask} />`}
+    ${!problem && html`<p class="loading">Asking the server…</p>`}
+  </div>`;
 }
 
 function Rolling({ known }) {

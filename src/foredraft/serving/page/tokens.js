@@ -63,7 +63,7 @@ export function totals(pieces) {
 
 const NAMES = { accepted: "kept", own: "the model's own", rejected: "refused" };
 
-/** The tokens of `pieces`. Arrow keys move between them; Enter, or a click, opens the round. */
+/** The tokens of `pieces`. Where they can be opened, arrow keys move between them; Enter, or a click, opens the round. */
 export function Tokens({ pieces, open, selected, hideRefused, label }) {
   const [at, setAt] = useState(0);
   const box = useRef(null);
@@ -94,11 +94,12 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
     const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
     const click = () => { setAt(index); if (each.round) open(each.index); };
     const said = each.text === "" && each.name ? "part of a character" : spoken(each.text);
-    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${said}: ${title}`}
-      onClick=${click}>${each.kind === "rejected" ? each.text.replace(/\s+/g, " ") : each.text}</span>`;
+    const button = open ? { role: "button", tabindex: index === current ? 0 : -1, "aria-label": `${said}: ${title}`, onClick: click } : {};
+    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} title=${title}
+      ...${button}>${each.kind === "rejected" ? each.text.replace(/\s+/g, " ") : each.text}</span>`;
   };
   const groups = pieces.map(() => []);
   flat.forEach((each, index) => groups[each.index].push(token(each, index)));
-  return html`<div class="tokens" role="group" aria-label=${label} ref=${box} onKeyDown=${go}>${groups.map((group, index) =>
+  return html`<div class="tokens" role="group" aria-label=${label} ref=${box} onKeyDown=${open && go}>${groups.map((group, index) =>
     html`<span class=${index === selected ? "of-round" : ""}>${group}</span>`)}</div>`;
 }
