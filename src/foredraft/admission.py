@@ -30,12 +30,12 @@ class Admission:
 
     def check(self, row: SessionRow) -> None:
         """Raises CacheMemoryError for a row that can never fit."""
-        needed, allowed = self.target.cost(self.target.whole(row.capacity + self.nodes([row]))), self.target.budget
+        needed, allowed = self.target.cost(self.target.whole(row.capacity + self.nodes([row]), row.source)), self.target.budget
         if allowed is not None and needed > allowed:
             raise CacheMemoryError(
                 f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
                 f"{in_words(needed)} of key-value cache, and cache_memory allows {in_words(allowed)}; use a larger cache_memory, "
-                "a smaller max_new_tokens or a shorter prompt"
+                f"a smaller max_new_tokens or a shorter {'prompt' if row.source is None else 'source'}"
             )
 
     def longest(self, most: int, nodes: int) -> int:
@@ -57,7 +57,8 @@ class Admission:
             if found and row.begun != found[0].begun:
                 break
             alone = row.scored is not None  # it reads its prompt itself, whatever others hold of it
-            needed = self.target.whole(len(row.ids) + nodes) if alone else self.target.needed(row.ids, row.isolation, nodes)
+            size = len(row.ids) + nodes
+            needed = self.target.whole(size, row.source) if alone else self.target.needed(row.ids, row.isolation, nodes, row.source)
             taken = [sum(pair) for pair in zip(taken, needed)]
             if not self.target.make_room(taken) and (rows or found):
                 break
@@ -79,4 +80,7 @@ class Admission:
             CacheMemory(pool.limit, size, pool.held, pool.shared, pool.cached, pool.evicted, self.set_aside)
             for pool, size in zip(self.target.pools, self.target.page_bytes)
         ]
-        return replace(found[0], windows=tuple(found[1:])) if found else None
+        if not found:
+            return None
+        sources = found.pop() if self.target.counts_sources else None
+        return replace(found[0], windows=tuple(found[1:]), sources=sources)

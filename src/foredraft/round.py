@@ -139,7 +139,7 @@ class Loop:
 
     def unread(self, row: SessionRow) -> int | None:
         """Tokens that the target would read of a row's text if it joined; None where a part that is read before is not found again."""
-        unread = self.target.unread(row.ids, row.isolation)
+        unread = self.target.unread(row.ids, row.isolation, row.source)
         return unread if unread is None or row.scored is None else max(unread, len(row.ids) - row.scored)
 
     def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:

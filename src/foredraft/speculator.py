@@ -190,7 +190,7 @@ class Speculator(TextInterface, Described):
             self.target.tokenizer = tokenizer
             self.drafter.bind(self.target)
             undo.callback(self.drafter.close)
-            self.target.share_budget(lambda: self.drafter.page_bytes)
+            self.target.share_budget(lambda: (self.drafter.page_bytes, self.drafter.source_bytes))
             self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)  # what it offers may depend on the model
             self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
             self.planner = self._plan(wanted, rule, lossless)

@@ -47,6 +47,7 @@ class CacheMemory:
         evicted: how many of those were given up for other texts so far.
         set_aside: how many times a row was set aside because pages ran out.
         windows: the same for layers that see a sliding window of the text: one for each kind of window.
+        sources: the same for what is kept of the sources of a model with an encoder; None for other models.
     """
 
     limit: int | None
@@ -57,6 +58,7 @@ class CacheMemory:
     evicted: int
     set_aside: int
     windows: tuple[CacheMemory, ...] = ()
+    sources: CacheMemory | None = None
 
 
 @dataclass(repr=False)

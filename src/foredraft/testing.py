@@ -108,7 +108,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.passes = 0
         self.chains_only: str | None = None
-        self.ragged = self.sourced = False
+        self.ragged = self.sourced = self.counts_sources = False
         self.owner: object = None
         self.tokenizer: object = None
         self.pools: list[Any] = []
@@ -133,13 +133,13 @@ class TableTarget:
     def follow(self) -> None:
         """A table does not change."""
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int, source: None = None) -> list[int]:
         return []
 
-    def whole(self, tokens: int) -> list[int]:
+    def whole(self, tokens: int, source: None = None) -> list[int]:
         return []
 
-    def unread(self, text: Sequence[int], isolation: str | None) -> None:
+    def unread(self, text: Sequence[int], isolation: str | None, source: None = None) -> None:
         return None
 
     def cost(self, pages: Sequence[int]) -> int:

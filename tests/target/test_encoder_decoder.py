@@ -26,6 +26,7 @@ from foredraft.backends.packing import PackedForward
 from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import encoder_decoder
+from foredraft.models.source_runs import SourcedCache
 from foredraft.planning.costs import CostModel, measure
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
@@ -124,13 +125,14 @@ def test_positions_from_slots_are_found(name, what, fault, monkeypatch):
 
 
 def test_the_cross_keys_of_another_row_are_found(monkeypatch):
-    class Staying(encoder_decoder.SourcedCache):
-        def compact(self, keep):
-            stay = self.sources[: len(keep)]
-            super().compact(keep)
-            self.sources = stay
+    compact = SourcedCache.compact
 
-    monkeypatch.setattr("foredraft.backends.eager.SourcedCache", Staying)
+    def staying(self, keep):
+        stay = self.sources[: len(keep)]
+        compact(self, keep)
+        self.sources = stay
+
+    monkeypatch.setattr(SourcedCache, "compact", staying)
     assert "differed from a plain pass" in Target(build("t5")).chains_only
 
 
@@ -171,7 +173,9 @@ def test_the_encoder_reads_every_source_once(counted):
     assert read == [3]
     assert torch.equal(output.sequences[0], output.sequences[2])
     several = speculator.generate(**rows_of(given, 0), **SAMPLED, num_return_sequences=5)
-    assert read == [3, 1]
+    assert read == [3], "what is kept of a source was not found"
+    speculator.generate(**rows_of(given, 0), **SAMPLED, isolation="another")
+    assert read == [3, 1], "others were told that somebody has sent this source before"
     assert len({tuple(line) for line in several.sequences.tolist()}) > 1
 
 

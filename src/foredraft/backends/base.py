@@ -6,7 +6,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,8 +138,24 @@ class Backend:
         """As :attr:`Overrides.hints`."""
         return () if self.overrides is None else self.overrides.hints
 
+    def encode(self, sources: Sequence[Source], keys: Sequence[Hashable]) -> None:
+        """The rows that are opened next have these ``sources``. The encoder reads those that it has not read for rows of equal ``keys``.
+
+        Raises:
+            ConfigurationError: it cannot read one.
+            CacheMemoryError: there is no room for them; nothing has changed.
+        """
+        raise TypeError(f"{type(self).__name__} makes no passes of models with an encoder")
+
+    def source_length(self, source: Source) -> int:
+        """How many states the encoder makes of a source, at most."""
+        raise TypeError(f"{type(self).__name__} makes no passes of models with an encoder")
+
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
-        """Append rows that hold ``lengths`` tokens already, with one of ``sources`` each if the model has an encoder."""
+        """Append rows that hold ``lengths`` tokens already. If the model has an encoder and they were not given to :meth:`encode`, they
+        have one of ``sources`` each."""
+        if sources:
+            self.encode(sources, [source.key for source in sources])
         self.cache.open(lengths)
 
     def forward(self, given: ForwardPass) -> PassOutput:

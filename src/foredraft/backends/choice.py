@@ -37,11 +37,11 @@ ENCODER = "the model has an encoder, and passes of such models are packed or eag
 UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
 
 
-def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int) -> Backend:
+def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int, paged: bool) -> Backend:
     """The backend for a model.
 
     Args:
-        execution, attention, owned, test: as in :class:`~foredraft.target.Target`.
+        execution, attention, owned, test, paged: as in :class:`~foredraft.target.Target`.
         chunk: most tokens of text that a model is given in one pass.
 
     Returns:
@@ -79,7 +79,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
-        _page(backend, execution, test)
+        _page(backend, execution, test, paged)
         if isinstance(backend, Rollback):
             backend.measure()
         undo.pop_all()
@@ -110,11 +110,13 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     return None
 
 
-def _page(backend: Backend, execution: str, test: bool) -> None:
+def _page(backend: Backend, execution: str, test: bool, paged: bool) -> None:
     """Keys and values in pages, if the model computes the same with them."""
     if isinstance(backend.cache, PagedCache):
         return
     found: Paged | str | None = paged_attention.refusal(backend.facts, execution)
+    if found is None and backend.facts.sourced and not paged:
+        found = "the model has an encoder, and each pass would copy what it reads; a size of cache_memory asks for that"
     if found is None and type(backend) is not Eager:
         found = "FlexAttention needs keys and values in one block"
     if found is None and not test:

@@ -7,7 +7,7 @@ are bypassed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from typing import Any
@@ -20,13 +20,14 @@ from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
-from foredraft.models.encoder_decoder import Decoder, Encoded, Source, SourcedCache
+from foredraft.models.encoder_decoder import Decoder, Source
 from foredraft.models.features import Features, picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.skips import Sublayers
+from foredraft.models.source_runs import Encoded, SourcedCache, new_cache
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
@@ -133,18 +134,24 @@ class Eager(Backend):
         self.call = ModelCall(facts)
         self._decoder = facts.model.get_decoder() or facts.model
         self._called: tuple[object, Direct | None] = (None, None)
-        kernels = None if facts.sourced else self._kernels()
-        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache(kernels.decoder.page_kinds)
+        kernels = self._kernels()
+        kinds, run_bytes = (None, 0) if kernels is None else (kernels.decoder.page_kinds, kernels.decoder.run_bytes)
+        self.cache = new_cache(sourced=facts.sourced, kinds=kinds, run_bytes=run_bytes)
 
-    def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
-        if isinstance(self.cache, SourcedCache):
-            self.cache.sources += self.encoded(sources)
-        self.cache.open(lengths)
+    def encode(self, sources: Sequence[Source], keys: Sequence[Hashable]) -> None:
+        assert self.call.decoder is not None and isinstance(self.cache, SourcedCache)
+        self.cache.hold(sources, keys, self.call.decoder.encode)
+
+    def source_length(self, source: Source) -> int:
+        assert self.call.decoder is not None
+        return self.call.decoder.length(source)
 
     def encoded(self, sources: Sequence[Source]) -> list[Encoded]:
         """The encoder's output for ``sources``; sources of live rows are not read again."""
         assert self.call.decoder is not None and isinstance(self.cache, SourcedCache)
-        return self.call.decoder.encode(sources, self.cache.sources)
+        held = {run.source: run for run in self.cache.sources}
+        states = self.call.decoder.encode([source for source in sources if source not in held])
+        return [held.get(source) or Encoded(source, states[source]) for source in sources]
 
     def forward(self, given: ForwardPass) -> PassOutput:
         part = given.part  # parts are drafts, which do not count

@@ -266,6 +266,11 @@ class NativeModel(Override):
         """The kinds of layers of a cache in pages."""
         return [Kind(self.page_bytes(self.kernels))]
 
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of a page of a source; 0 if the model has none."""
+        return 0
+
     def page_bytes(self, kernels: Sequence[Kernel]) -> int:
         """Bytes of a page for ``kernels`` together."""
         vectors = sum(int(kernel.about.key_heads) for kernel in kernels)

@@ -20,14 +20,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foredraft.backends import native
 from foredraft.backends.base import Backend, ForwardPass, differs, failure, tree_window
 from foredraft.backends.kernel_pass import Places, fits
-from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text
-from foredraft.models.cache import TreeCache, Window
+from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text, sources_of_test
+from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words
 from foredraft.models.masks import MaskBuilder
 from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.models.positions import uses_alibi
+from foredraft.models.source_runs import new_cache
 from foredraft.models.support import ModelFacts
 from foredraft.models.windows import kinds_of
 from foredraft.tree import TokenTree
@@ -40,8 +41,6 @@ def refusal(facts: ModelFacts, execution: str) -> str | None:
     """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it."""
     if facts.chains_only is not None:
         return facts.chains_only
-    if facts.sourced:
-        return "the model has an encoder"
     if execution in ("compiled", "graphs"):
         return f"execution={execution!r} was asked for"
     if any(each.device.type not in ("cpu", "meta") for each in facts.model.parameters()):  # packed weights leave placeholders
@@ -53,6 +52,8 @@ def refusal_in_place(model: Any) -> str | None:
     """Why the kernels cannot attend over pages for a model that has some; None if nothing speaks against it."""
     if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {model.config._attn_implementation!r}"
+    if model.config.is_encoder_decoder:
+        return "the model has an encoder"
     if uses_alibi(model):
         return "the model adds a bias by position to its scores"
     return native.refusal(model.dtype)
@@ -243,15 +244,18 @@ class Paged:
 
     Attributes:
         kinds: of its layers.
+        run_bytes: of a page of a source, if the model has an encoder.
         handed: why the cache returns keys and values to its layers, most of the time as copies; None if the kernels read pages in place.
     """
 
     kinds: list[Kind]
+    run_bytes: int
     handed: str | None = None
 
     def use(self, backend: Backend) -> None:
         """``backend``, which has no rows, keeps keys and values in pages from now on."""
-        backend.cache = PagedCache(self.kinds, handed=self.handed is not None)
+        handed = self.handed is not None
+        backend.cache = new_cache(sourced=backend.facts.sourced, kinds=self.kinds, run_bytes=self.run_bytes, handed=handed)
         backend.pages = PagedAttention(backend.facts.model) if self.handed is None else None
 
     @property
@@ -275,18 +279,19 @@ def attention_test(backend: Backend) -> Paged | str:
     if facts.context is not None and facts.context < SMALLEST:
         return f"a context of {facts.context} tokens has no room for the test"
     try:
-        backend.cache = TreeCache()
+        backend.cache = new_cache(sourced=facts.sourced)
         passes = logits_of_test(backend)
         expected = [next(passes)]
         sizes = [(layer.keys.shape[3], layer.values.shape[3]) for layer in backend.cache.written]
         expected += passes
         kinds = kinds_of(facts.model, backend.cache.layers)
+        run_bytes = backend.cache.sources[0].page_bytes if facts.sourced else 0
         if not serves(facts.model):
             return "the target is built where its attention cannot be compared: under autocast, with gradients or output_attentions"
-        why = refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds), expected)
+        why = refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds, run_bytes), expected)
         if why is None:
-            return Paged(kinds)
-        return _compared(backend, Paged(kinds, why), expected) or Paged(kinds, why)
+            return Paged(kinds, run_bytes)
+        return _compared(backend, Paged(kinds, run_bytes, why), expected) or Paged(kinds, run_bytes, why)
     except Exception as error:  # what a model raises that was given another cache has no common type
         return failure(error)
     finally:
@@ -318,7 +323,7 @@ def logits_of_test(backend: Backend) -> Iterator[Tensor]:
     """``[R, N, V]`` logits of each pass of :func:`attention_test`. Rows begin shortly before a page ends, after keys that are zero."""
     facts = backend.facts
     behind = PAGE - 4 if facts.context is None or facts.context >= 2 * PAGE else 0
-    backend.open([behind] * 2)
+    backend.open([behind] * 2, sources_of_test(facts))
 
     def score(tree: TokenTree) -> Tensor:
         return backend.forward(ForwardPass(tree, tree_window(tree, backend.cache.lengths), tree.tokens)).logits

@@ -59,8 +59,6 @@ class RollbackRow:
 class RollbackCache:
     """The rows of a :class:`Rollback`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
 
-    shares = True
-
     def __init__(self) -> None:
         self.states = StateStore()
         self.memory = RowMemory(self.states, lambda: self.lengths)

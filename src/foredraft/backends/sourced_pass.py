@@ -20,8 +20,11 @@ from foredraft.backends.packing import Packing
 from foredraft.backends.products import NATIVE
 from foredraft.device import end_waiting, one_thread
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.encoder_decoder import Encoded, Source, SourcedCache
+from foredraft.models.encoder_decoder import Source
 from foredraft.models.masks import MaskInputs
+from foredraft.models.page_stores import Kind
+from foredraft.models.pages import PAGE
+from foredraft.models.source_runs import SourcedCache, SourcedPages
 
 
 @dataclass(frozen=True)
@@ -219,15 +222,21 @@ class SourcedModel(NativeModel):
             if counts(base.embed_positions):
                 about.padding = base.embed_positions.padding_idx
 
+    @property
+    def run_bytes(self) -> int:
+        about, itemsize = self.kernels[0].about, self.base.embed_tokens.weight.itemsize
+        return PAGE * itemsize * (2 * len(self.kernels) * int(about.heads * about.size) + int(self.kernels[0].cross[0].in_features))  # type: ignore[arg-type]
+
     def __call__(self, *given: Any, **named: Any) -> Any:
         return type(self.base).forward(self.base, *given, **named)
 
     def trial(self) -> tuple[Tensor, Tensor]:
         """The last states ``[1, n, hidden]`` of a few tokens with a source, by the kernels and by the class."""
-        like, cache, padding = self.base.embed_tokens.weight, SourcedCache(), self.base.embed_tokens.padding_idx
+        like, cache, padding = self.base.embed_tokens.weight, SourcedPages([Kind(0)], run_bytes=0), self.base.embed_tokens.padding_idx
         ids, positions = torch.tensor([token for token in range(TRIED + 1) if token != padding][:TRIED]), torch.arange(TRIED)
         states = torch.randn(1, TRIED, like.shape[1], generator=torch.Generator().manual_seed(0)).to(like.dtype)
-        cache.sources = [Encoded(Source({}), states[0])]
+        source = Source({})
+        cache.hold([source], [None], lambda sources: {source: states[0]})
         cache.open([0])
         cache.enter(Window(0, 1, (0,), TRIED))
         own = self(input_ids=ids[None], encoder_hidden_states=states, use_cache=False).last_hidden_state
@@ -268,14 +277,14 @@ class SourcedModel(NativeModel):
             row.keys += [kernel.keys(row.states) for kernel in self.kernels]
         if fresh:
             end_waiting()  # after the encoder
-        cross.enter(rows)
-        if cross.pointers is None:
-            held = [[each.data_ptr() for each in some] for some in zip(*((layer.keys, layer.values) for layer in cross.layers))]
+        if not cross.over(rows) or cross.pointers is None:
+            held = [pointers([row.keys[layer][which].data_ptr() for layer in range(len(self.kernels)) for row in rows]) for which in (0, 1)]
+            strides = torch.tensor([row.keys[0][0].stride(0) for row in rows])
             ends = torch.tensor([len(row.states) - 1 for row in rows], dtype=torch.int32)
-            cross.pointers = *map(pointers, held), ends
-        keys, values, ends = cross.pointers
-        about.cross_keys, about.cross_values, about.ends = ctypes.addressof(keys), ctypes.addressof(values), ends.data_ptr()
-        about.cross_row_stride, about.cross_head_stride = cross.layers[0].keys.stride()[:2]
+            cross.pointers = *held, strides, ends
+        keys, values, strides, ends = cross.pointers
+        about.cross_keys, about.cross_values = ctypes.addressof(keys), ctypes.addressof(values)
+        about.cross_head_strides, about.ends = strides.data_ptr(), ends.data_ptr()
 
 
 def by_distance(attention: Any) -> Tensor:

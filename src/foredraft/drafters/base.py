@@ -229,8 +229,14 @@ class DrafterHooks:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of keys and values that it keeps beside each page of the target's cache."""
-        return 0 if self.info.draft_model is None else sum(self.info.draft_model.page_bytes)
+        """Bytes of keys and values that it keeps beside each page of a text in the target's cache."""
+        draft = self.info.draft_model
+        return 0 if draft is None else sum(draft.page_bytes) - draft.source_bytes
+
+    @property
+    def source_bytes(self) -> int:
+        """The same beside each page of a source, where the target has an encoder."""
+        return 0 if self.info.draft_model is None else self.info.draft_model.source_bytes
 
     def written_nodes(self, shape: TreeShape) -> int:
         """Nodes that a round writes into the target's cache at most, the root included."""

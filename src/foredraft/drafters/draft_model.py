@@ -140,7 +140,13 @@ class DraftModel(LearningDrafter):
             draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
             self.learning = learning_of(draft, target.model, self.learn)
         self._target = Target(
-            draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait, cache_memory=None
+            draft,
+            reuse_prefix=target.reuse_prefix,
+            execution=self.execution,
+            owned=owned,
+            wait=target.wait,
+            cache_memory=None,
+            paged=bool(target.pools),
         )
         self.info = replace(self.info, draft_model=self._target)
         if self.foreign is not None:
@@ -150,6 +156,10 @@ class DraftModel(LearningDrafter):
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self.foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
+
+    @property
+    def source_bytes(self) -> int:
+        return super().source_bytes if self.template is None else self.page_bytes  # it reads the source as a part of its text
 
     def _check_encoders(self, target: Target, draft: PreTrainedModel) -> None:
         encoder = bool(draft.config.is_encoder_decoder)

@@ -8,7 +8,7 @@ have n + 1 tokens in common share n steps, and the target, which reuses no longe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -121,30 +121,28 @@ class Eagle3(HeadDrafter):
         config, paged = self.head.config, isinstance(self._target.cache, PagedCache)
         return 2 * PAGE * config.num_key_value_heads * config.head_dim * self._at[1].itemsize if paged else 0
 
-    def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
-        return self._open(len(self._target.lengths), texts, isolations, share=share, unread=unread)
+    def open(self, texts: Sequence[Sequence[int]], groups: Sequence[Hashable], *, share: bool, unread: int) -> Sequence[int]:
+        return self._open(len(self._target.lengths), texts, groups, share=share, unread=unread)
 
-    def _open(
-        self, first: int, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int
-    ) -> Sequence[int]:
+    def _open(self, first: int, texts: Sequence[Sequence[int]], groups: Sequence[Hashable], *, share: bool, unread: int) -> Sequence[int]:
         """Append rows behind the first ``first``."""
         if self._version != self._target.version:
             self._clear()
         first = min(first, len(self._texts.live))
         self._texts.compact(self._cache, range(first))  # those that were opened and never begun
         read = [text[: len(text) + 1 - unread] for text in texts]
-        rows, lengths = self._texts.find(self._cache, read, isolations, share=share, unread=0)
+        rows, lengths = self._texts.find(self._cache, read, groups, share=share, unread=0)
         self._cache.open(lengths)
         if rows:
             self._cache.gather(rows, lengths, first)
-        self._texts.add(texts, isolations)
+        self._texts.add(texts, groups)
         return lengths
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
-        return self._texts.needed(self._paged, text, isolation, nodes, AT_ONCE)[0]
+    def needed(self, text: Sequence[int], group: Hashable, nodes: int) -> int:
+        return self._texts.needed(self._paged, text, group, nodes, AT_ONCE)[0]
 
-    def known(self, text: Sequence[int], isolation: str | None) -> int:
-        return self._texts.known(self._paged, text, isolation)
+    def known(self, text: Sequence[int], group: Hashable) -> int:
+        return self._texts.known(self._paged, text, group)
 
     @property
     def _paged(self) -> PagedCache:

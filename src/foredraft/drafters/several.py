@@ -88,6 +88,10 @@ class Several(Drafter):
         return sum(drafter.page_bytes for drafter in self.drafters)
 
     @property
+    def source_bytes(self) -> int:
+        return sum(drafter.source_bytes for drafter in self.drafters)
+
+    @property
     def companion(self) -> Companion | None:
         whole = [drafter for drafter in self.drafters if drafter.info.features and drafter.info.whole_prompt]
         return whole[0].companion if len(whole) == 1 else None  # two may know different beginnings

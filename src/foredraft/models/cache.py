@@ -84,7 +84,6 @@ class TreeCache(Cache):
     """
 
     is_compileable = False
-    shares = True  # rows may begin with what other rows hold
 
     def __init__(self, *, reserve: int = 256):
         super().__init__(layers=[])
@@ -221,6 +220,9 @@ class TreeCache(Cache):
         for layer in self.written:
             for store in (layer.keys, layer.values):
                 store[[row for row in rows if row < len(store)]] = 0
+
+    def share_no_more(self) -> None:
+        """The weights have changed: later rows share nothing that is kept of others."""
 
     def spoil(self, rows: int, slot: int) -> None:
         """Rows after the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""

@@ -1,8 +1,8 @@
 """Models with an encoder: what a row's encoder reads, what is kept of it, and how the decoder is called.
 
-The encoder reads each source once. The keys and values that the decoder's cross-attention makes of it are kept beside the row's
-:class:`~foredraft.models.cache.TreeCache`, at the source's own length, and shared by rows with equal sources. A pass sees them as the
-cross-attention half of transformers' ``EncoderDecoderCache``. Everything else of a pass is as for a decoder-only model.
+The encoder reads each source once. The keys and values that the decoder's cross-attention makes of it are kept at the source's own length
+and shared by rows with equal sources (:mod:`foredraft.models.source_runs`). A pass sees them as the cross-attention half of transformers'
+``EncoderDecoderCache``. Everything else of a pass is as for a decoder-only model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -20,13 +20,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
-from foredraft.models.cache import TreeCache
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.kinds import UNMASKED_TOKENS
 from foredraft.models.positions import bias_from, embedded_from, masked_by
+from foredraft.models.source_runs import CrossKeys, Encoded, SourcedCache
 
 AUDIO = 8000  # samples of sound that a test reads
 ENDLESS = 1 << 30  # tokens
@@ -75,101 +75,6 @@ class Source:
         return replace(self, states=None)
 
 
-@dataclass(eq=False)
-class Encoded:
-    """What is kept of a source: ``states`` ``[S, d]`` of the encoder without padding, and by layer the keys and values ``[heads, S, size]``
-    that the decoder makes of them."""
-
-    source: Source
-    states: Tensor
-    keys: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class CrossLayer:
-    """Keys and values ``[R, heads, S, size]`` of one layer, as the rows of a pass read them."""
-
-    keys: Tensor
-    values: Tensor
-    is_sliding = False
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[-2]
-
-
-class CrossKeys(Cache):
-    """The cross-attention half of a cache, for the rows of one pass.
-
-    The rows of most passes are those of the last one. When they change, their keys are copied together again, and each source then keeps
-    a view of the copy, so that nothing is held twice.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.layers: list[CrossLayer]
-        self.rows: list[Encoded] = []
-        self.pointers: Any = None  # pointers to the layers, which kernels have made
-
-    def enter(self, rows: Sequence[Encoded]) -> None:
-        """The next pass is over ``rows``. Either all of them have keys, or none, and then the pass makes them."""
-        if len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows)) and self.layers:
-            return
-        self.rows, self.pointers = list(rows), None
-        self.layers = [self._together(layer) for layer in range(len(rows[0].keys))]
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values that a layer has made of each row's states."""
-        if layer_idx != len(self.layers):
-            raise RuntimeError(f"cross-attention of layer {layer_idx} comes after {len(self.layers)} others")
-        key_states, value_states = key_states.contiguous(), value_states.contiguous()
-        self.layers.append(CrossLayer(key_states, value_states))
-        for row, keys, values in zip(self.rows, key_states, value_states):
-            length = len(row.states)
-            row.keys.append((keys[:, :length], values[:, :length]))
-        return key_states, value_states
-
-    def _together(self, layer: int) -> CrossLayer:
-        """Keys and values of all rows, shorter sources padded with zeros."""
-        first, *others = (row.keys[layer] for row in self.rows)
-        if all(row is self.rows[0] for row in self.rows):
-            return CrossLayer(*(each.expand(len(self.rows), *each.shape) for each in first))
-        longest = max(len(row.states) for row in self.rows)
-        stores = [each.new_zeros(len(self.rows), each.shape[0], longest, each.shape[2]) for each in first]
-        for index, (keys, values) in enumerate([first, *others]):
-            for store, held in zip(stores, (keys, values)):
-                store[index, :, : held.shape[1]] = held
-        for index, row in enumerate(self.rows):
-            length = len(row.states)
-            row.keys[layer] = stores[0][index, :, :length], stores[1][index, :, :length]
-        return CrossLayer(*stores)
-
-
-class SourcedCache(TreeCache):
-    """A :class:`TreeCache` whose rows have a source each."""
-
-    shares = False  # what a row holds depends on its source as well
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sources: list[Encoded] = []
-        self.cross = CrossKeys()
-        self.both = EncoderDecoderCache(self, self.cross)
-
-    def compact(self, keep: Sequence[int]) -> None:
-        super().compact(keep)
-        self.sources = [self.sources[row] for row in keep]
-        if not keep:
-            self.cross.rows, self.cross.layers = [], []
-
-    def forget(self) -> None:
-        super().forget()
-        self.compact([])
-
-    @property
-    def bytes(self) -> int:
-        return super().bytes + sum(each.nbytes for source in set(self.sources) for pair in source.keys for each in pair)
-
-
 class Decoder:
     """Calls an encoder–decoder model as if it was a decoder-only one; and calls its encoder.
 
@@ -192,25 +97,36 @@ class Decoder:
 
     # -- the encoder ----------------------------------------------------------------------------------------------------
 
+    def length(self, source: Source) -> int:
+        """How many states the encoder makes of a source, padding left out; the most that it can be, where only the encoder knows."""
+        name = self.model.main_input_name
+        if source.states is not None:
+            total = source.states.shape[1]
+        else:
+            total = source.inputs[name].shape[-1]
+            if name != "input_ids":
+                total = int(getattr(self.model, "_get_feat_extract_output_lengths", int)(total))
+        mask = source.inputs.get("attention_mask") if name == "input_ids" else None
+        return total if mask is None or mask.shape[1] != total else int(mask.sum())
+
     @torch.inference_mode()
-    def encode(self, sources: Sequence[Source], held: Sequence[Encoded]) -> list[Encoded]:
-        """The encoder's output for ``sources``. It reads equal ones once, and those that are ``held`` not again.
+    def encode(self, sources: Sequence[Source]) -> dict[Source, Tensor]:
+        """The encoder's states ``[S, d]`` of ``sources``, without padding. It reads equal ones once.
 
         Raises:
             ConfigurationError: the encoder cannot read one; the message says why.
         """
-        known = {each.source: each for each in held}
+        found: dict[Source, Tensor] = {}
         groups: dict[tuple[object, ...], list[Source]] = {}
         for source in dict.fromkeys(sources):
-            if source not in known:
-                parts = {**source.inputs, "states": source.states}
-                key = tuple((name, None if each is None else each.shape) for name, each in sorted(parts.items()))
-                groups.setdefault(key, []).append(source)
+            parts = {**source.inputs, "states": source.states}
+            key = tuple((name, None if each is None else each.shape) for name, each in sorted(parts.items()))
+            groups.setdefault(key, []).append(source)
         for group in groups.values():
             states, counted = self._read(group)
             for source, line, counts in zip(group, states, counted):
-                known[source] = Encoded(source, line if counts is None else line[counts])
-        return [known[source] for source in sources]
+                found[source] = line if counts is None else line[counts]
+        return found
 
     def _read(self, group: Sequence[Source]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """``[n, S, d]`` states of sources of one shape, and for each which of them are not padding."""

@@ -65,7 +65,7 @@ class PagedCache(TreeCache):
         return self.stores[0].tables
 
     @property
-    def pools(self) -> list[PagePool]:
+    def pools(self) -> list[Any]:
         """Who holds which page of each kind of layer."""
         return [store.pool for store in self.stores]
 
@@ -248,26 +248,26 @@ class PagedCache(TreeCache):
             beside: bytes that a draft model takes for each page of 64 tokens.
         """
         self._memory, self._beside = memory, beside
-        for store, size in zip(self.stores, self._sizes):
-            store.pool.limit = None if memory is None or not size else memory // sum(self._sizes)
+        for pool, size in zip(self.pools, self._sizes):
+            pool.limit = None if memory is None or not size else memory // sum(self._sizes)
 
     def fill(self) -> None:
         """Finished texts may stay until the limit is reached, however little live rows hold."""
-        for store in self.stores:
-            store.pool.spare = store.pool.limit or store.pool.spare
+        for pool in self.pools:
+            pool.spare = pool.limit or pool.spare
 
     def make_room(self, pages: Sequence[int]) -> bool:
         """Whether rows can take so many more ``pages`` of each kind. If necessary, the limits of the kinds are set in proportion to what
         rows then hold. Cached pages beyond these limits are evicted, and their memory is freed when another kind takes it."""
-        if all(store.pool.room is None or more <= store.pool.room for store, more in zip(self.stores, pages)):
+        if all(pool.room is None or more <= pool.room for pool, more in zip(self.pools, pages)):
             return True
-        wanted = [max(0, store.pool.held + more) for store, more in zip(self.stores, pages)]
+        wanted = [max(0, pool.held + more) for pool, more in zip(self.pools, pages)]
         total = self.cost(wanted)
         if self._memory is None or total > self._memory:
             return False
-        for store, count, size in zip(self.stores, wanted, self._sizes):
+        for pool, count, size in zip(self.pools, wanted, self._sizes):
             if size:
-                store.pool.limit = count * self._memory // total
+                pool.limit = count * self._memory // total
         return True
 
     def cost(self, pages: Sequence[int]) -> int:
@@ -277,7 +277,8 @@ class PagedCache(TreeCache):
     @property
     def _sizes(self) -> list[int]:
         """Bytes of a page of each kind, including what a draft model takes beside it."""
-        return [store.kind.page_bytes + (self._beside if store is self.stores[0] else 0) for store in self.stores]
+        first, *others = self.unit_bytes
+        return [first + self._beside, *others]
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
 

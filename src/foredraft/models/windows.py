@@ -32,9 +32,10 @@ def windows_of(model: Any) -> list[int | None]:
 def kinds_of(model: Any, layers: Sequence[Layer]) -> list[Kind]:
     """The kinds of decoder layers of a model, whose keys and values are like those in ``layers``."""
     found: dict[int | None, list[int]] = {}
-    for index, (window, layer) in enumerate(zip(windows_of(model), layers)):
+    windows = dict(enumerate(windows_of(model)))  # configurations of models with an encoder may count its layers
+    for index, layer in enumerate(layers):
         if len(layer.keys):
-            found.setdefault(window, []).append(index)
+            found.setdefault(windows.get(index), []).append(index)
     return [Kind(sum(page_bytes(layers[index]) for index in some), window, frozenset(some)) for window, some in found.items()]
 
 

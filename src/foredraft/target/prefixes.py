@@ -47,14 +47,14 @@ class Companion(Protocol):
     """Keeps data of its own for the tokens of a target's rows, made from their hidden states. So it needs the hidden states of every token
     that it does not hold already. Only :meth:`open` changes anything."""
 
-    def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
+    def open(self, texts: Sequence[Sequence[int]], groups: Sequence[Hashable], *, share: bool, unread: int) -> Sequence[int]:
         """The target is about to open rows, as in :meth:`~foredraft.target.Target.open`. For each row, how many tokens at its beginning
         have hidden states that need not be computed again."""
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
+    def needed(self, text: Sequence[int], group: Hashable, nodes: int) -> int:
         """As :meth:`~foredraft.target.Target.needed`, by what this holds."""
 
-    def known(self, text: Sequence[int], isolation: str | None) -> int:
+    def known(self, text: Sequence[int], group: Hashable) -> int:
         """Tokens at the beginning of ``text`` that it holds from finished texts."""
 
 
@@ -73,14 +73,14 @@ class Texts:
     def __init__(self, *, ahead: int = 0):
         self.ahead = ahead
         self.live: list[Sequence[int]] = []
-        self._isolations: list[str | None] = []
+        self._groups: list[Hashable] = []
         self._dropped: dict[int, tuple[Hashable, Sequence[int]]] = {}  # by physical row
 
     def find(
         self,
         cache: Any,
         texts: Sequence[Sequence[int]],
-        isolations: Sequence[str | None],
+        groups: Sequence[Hashable],
         *,
         share: bool,
         unread: int,
@@ -89,23 +89,23 @@ class Texts:
     ) -> tuple[list[int], list[int]]:
         """For ``texts``, whose rows are about to be appended to ``cache``: the rows to copy from, none if nothing must be copied; and how
         many slots of each are filled already, at most ``most``, and all but ``unread``."""
-        own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, isolations)]
+        own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, groups)]
         if isinstance(cache, KEEPING):
             live = [self._own(text) for text in self.live]
             return [], cache.begin(own, live, keys, share=share, unread=unread, most=most, at_once=at_once)
         held: list[tuple[int, Hashable, Sequence[int], int]] = []
         if share:
-            for row, each in enumerate(zip(self.live, self._isolations)):
+            for row, each in enumerate(zip(self.live, self._groups)):
                 held.append((row, self._key(*each), self._own(each[0]), cache.lengths[row]))
             for row, (key, ids) in self._dropped.items():
                 held.append((row, key, ids, min(len(ids), cache.spoiled.get(row, len(ids)))))
         found = shared_beginnings(own, keys, held, len(self.live), unread, most)
         return [row for row, _ in found], [length for _, length in found]
 
-    def add(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None]) -> None:
+    def add(self, texts: Sequence[Sequence[int]], groups: Sequence[Hashable]) -> None:
         """Their rows were appended."""
         self.live += texts
-        self._isolations += isolations
+        self._groups += groups
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.live)}
 
     def compact(self, cache: Any, keep: Sequence[int]) -> None:
@@ -116,39 +116,37 @@ class Texts:
         else:
             for row in range(len(keep), len(self.live)):
                 text = self.live[row]
-                self._dropped[row] = self._key(text, self._isolations[row]), list(self._own(text)[: cache.lengths[row]])
+                self._dropped[row] = self._key(text, self._groups[row]), list(self._own(text)[: cache.lengths[row]])
         cache.compact(keep)
-        self.live, self._isolations = [self.live[row] for row in keep], [self._isolations[row] for row in keep]
+        self.live, self._groups = [self.live[row] for row in keep], [self._groups[row] for row in keep]
 
     def wipe(self, cache: Any, rows: Sequence[int]) -> None:
         """Nobody may share or read what ``rows`` hold."""
         for row in rows:
             self.live[row] = []
-        if isinstance(cache, KEEPING):
-            cache.share_no_more()
+        cache.share_no_more()
         cache.wipe(rows)
 
     def share_no_more(self, cache: Any) -> None:
         """The weights have changed: later texts share nothing that ``cache`` holds."""
         self.live, self._dropped = [[] for _ in self.live], {}
-        if isinstance(cache, KEEPING):
-            cache.share_no_more()
+        cache.share_no_more()
 
     def clear(self) -> None:
         """The cache is empty."""
-        self.live, self._isolations, self._dropped = [], [], {}
+        self.live, self._groups, self._dropped = [], [], {}
 
-    def needed(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
+    def needed(self, cache: PagedCache | RollbackCache, text: Sequence[int], group: Hashable, nodes: int, written: int) -> list[int]:
         """Pages of each kind for ``text`` and ``nodes`` after it, beyond those that live rows hold; see :meth:`PagedCache.needed`."""
-        return cache.needed(self._own(text), self._key(text, isolation), nodes + self.ahead, written)
+        return cache.needed(self._own(text), self._key(text, group), nodes + self.ahead, written)
 
-    def known(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None) -> int:
+    def known(self, cache: PagedCache | RollbackCache, text: Sequence[int], group: Hashable) -> int:
         """Slots for ``text`` that finished texts have left filled."""
-        return cache.known(self._own(text), self._key(text, isolation))
+        return cache.known(self._own(text), self._key(text, group))
 
     def _own(self, text: Sequence[int]) -> Sequence[int]:
         """The tokens that slots stand for."""
         return text[self.ahead :] if self.ahead else text
 
-    def _key(self, text: Sequence[int], isolation: str | None) -> Hashable:
-        return (isolation, *text[: self.ahead])
+    def _key(self, text: Sequence[int], group: Hashable) -> Hashable:
+        return (group, *text[: self.ahead])

@@ -5,7 +5,7 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,8 +26,10 @@ from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.encoder_decoder import Source, some_source
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
 from foredraft.models.layers import layer_count
+from foredraft.models.page_stores import pages_of
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PagePool
+from foredraft.models.source_runs import RunPool, SourcedPages
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
 from foredraft.target.prefixes import KEEPING, Companion, Texts
@@ -55,6 +57,11 @@ def budget(memory: str | float, device: torch.device) -> tuple[bool, int | None]
     return wanted is not None, None if free is None else int(free * (AUTO if wanted is None else wanted))
 
 
+def _group(isolation: str | None, source: Source | None) -> Hashable:
+    """What rows that share beginnings have in common."""
+    return isolation if source is None else (isolation, source.key)
+
+
 class Target(Passes):
     """A language model, causal or with an encoder, whose cache can forget.
 
@@ -70,6 +77,7 @@ class Target(Passes):
         attention: as in :class:`~foredraft.Speculator`.
         wait: as in :class:`~foredraft.Speculator`.
         cache_memory: as in :class:`~foredraft.Speculator`; None for no limit.
+        paged: have keys and values in pages even where they must then be copied in every pass. A limit of memory asks for that, too.
         owned: nobody else holds the model, so that packed weights may replace the originals.
 
     Attributes:
@@ -104,6 +112,7 @@ class Target(Passes):
         attention: str = "auto",
         wait: bool = False,
         cache_memory: str | float | None = "auto",
+        paged: bool = False,
     ):
         facts = ModelFacts.of(unwrap(model))
         super().__init__(facts)
@@ -120,12 +129,13 @@ class Target(Passes):
         self._state = ModelState.of(self.model)
         self._invariance: tuple[Any, str | None] = (None, None)  # the backend that was tested, and why it has none
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
+        self._how["paged"] = paged or (cache_memory is not None and parse_memory(cache_memory) is not None)
         self._autocast: torch.dtype | None = None  # as it was when the rows were read
         with Turn([], [self.model], wait=wait), without_autocast(self.device):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
-        self._beside: Callable[[], int] = lambda: 0  # bytes that a drafter keeps for each page
+        self._beside: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes that a drafter keeps for each page
         try:
             self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory, self.device)
             self._limit()
@@ -191,8 +201,9 @@ class Target(Passes):
                 self.backend.reasons["batch_invariant"] = self._invariance[1]
         return self._invariance[1] is None
 
-    def share_budget(self, page_bytes: Callable[[], int]) -> None:
-        """``cache_memory`` is also for what a drafter keeps of as many tokens: ``page_bytes()`` beside each page."""
+    def share_budget(self, page_bytes: Callable[[], tuple[int, int]]) -> None:
+        """``cache_memory`` is also for what a drafter keeps of as many tokens: ``page_bytes()`` beside each page of a text, and beside each
+        page of a source."""
         self._beside = page_bytes
         self._limit()
 
@@ -210,7 +221,11 @@ class Target(Passes):
             )
         if cache is None:
             return
-        cache.limit(size, self._beside())
+        beside, beside_runs = self._beside()
+        if isinstance(cache, SourcedPages):
+            cache.limit(size, beside, beside_runs)
+        else:
+            cache.limit(size, beside)
         paged = isinstance(cache, PagedCache)
         if asked and isinstance(cache, PagedCache):
             cache.fill()
@@ -245,15 +260,18 @@ class Target(Passes):
         """
         self.follow()
         first, isolations = len(self.lengths), isolations or [None] * len(texts)
-        share, most = self.reuse_prefix and self.cache.shares, None
+        share, most = self.reuse_prefix, None
+        groups = [_group(*each) for each in zip(isolations, sources or [None] * len(texts), strict=True)]
+        if self.sourced:
+            self.backend.encode([source for source in sources if source is not None], groups)
         if self._companion is not None:
-            most = self._companion.open(texts, isolations, share=share, unread=unread)
-        rows, lengths = self._texts.find(self.cache, texts, isolations, share=share, unread=unread, most=most, at_once=at_once)
-        self.backend.open(lengths, [source for source in sources if source is not None])
+            most = self._companion.open(texts, groups, share=share, unread=unread)
+        rows, lengths = self._texts.find(self.cache, texts, groups, share=share, unread=unread, most=most, at_once=at_once)
+        self.backend.open(lengths)
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
         if rows:
             self.cache.gather(rows, lengths, first)
-        self._texts.add(texts, isolations)
+        self._texts.add(texts, groups)
 
     @property
     def _counted(self) -> PagedCache | RollbackCache | None:
@@ -261,34 +279,54 @@ class Target(Passes):
         return self.cache if isinstance(self.cache, KEEPING) else None
 
     @property
-    def pools(self) -> Sequence[PagePool | RowMemory]:
-        """The pools of pages of each kind of layer, or of bytes; none if the cache does not count memory."""
+    def pools(self) -> Sequence[PagePool | RunPool | RowMemory]:
+        """The pools of pages of each kind of layer, and last of sources; or of bytes; none if the cache does not count memory."""
         return [] if self._counted is None else self._counted.pools
 
     @property
     def page_bytes(self) -> list[int]:
-        """Bytes of a page of each kind of layer, 1 if bytes are counted; none if the cache does not count memory."""
+        """Bytes of a page of each kind of layer, and last of a source; 1 if bytes are counted; none if the cache does not count memory."""
         return [] if self._counted is None else self._counted.unit_bytes
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of a page of a source; 0 if sources are not counted."""
+        return self.page_bytes[-1] if self.counts_sources else 0
+
+    @property
+    def counts_sources(self) -> bool:
+        """Whether the last of :attr:`pools` is that of sources."""
+        return isinstance(self.cache, SourcedPages)
 
     @property
     def budget(self) -> int | None:
         """Bytes that the cache may take, including what a drafter keeps beside it; None for no limit."""
         return self._cache_memory[1]
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
-        """Pages of each kind that a row would take for ``text`` and ``nodes`` after it, beyond those that live rows hold."""
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int, source: Source | None = None) -> list[int]:
+        """Pages of each kind that a row would take for ``text`` and ``nodes`` after it, and for its source, beyond those that live rows
+        hold."""
         if self._counted is None:
             return []
+        group = _group(isolation, source)
         if not self.reuse_prefix:
-            return self._counted.whole(len(text) + nodes, max(nodes, self.prefill_chunk))
-        first, *others = self._texts.needed(self._counted, text, isolation, nodes, max(nodes, self.prefill_chunk))
-        if self._companion is not None and isinstance(self.cache, PagedCache):
-            first = max(first, self._companion.needed(text, isolation, nodes))
-        return [first, *others]
+            pages = self._counted.whole(len(text) + nodes, max(nodes, self.prefill_chunk))
+        else:
+            pages = self._texts.needed(self._counted, text, group, nodes, max(nodes, self.prefill_chunk))
+            if self._companion is not None and isinstance(self.cache, PagedCache):
+                pages[0] = max(pages[0], self._companion.needed(text, group, nodes))
+        return [*pages, *self._of_source(source, group)]
 
-    def whole(self, tokens: int) -> list[int]:
-        """Pages of each kind that a row of so many ``tokens`` takes, at most."""
-        return [] if self._counted is None else self._counted.whole(tokens, self.prefill_chunk)
+    def whole(self, tokens: int, source: Source | None = None) -> list[int]:
+        """Pages of each kind that a row of so many ``tokens``, and its source, take at most."""
+        return [] if self._counted is None else [*self._counted.whole(tokens, self.prefill_chunk), *self._of_source(source)]
+
+    def _of_source(self, source: Source | None, group: Hashable = None) -> list[int]:
+        """Pages that a source takes, none if a live row of the ``group`` holds them; nothing where these are not counted."""
+        if source is None or not isinstance(self.cache, SourcedPages):
+            return []
+        run = self.cache.runs.find(group)
+        return [0 if run is not None and run.rows else pages_of(self.backend.source_length(source))]
 
     def cost(self, pages: Sequence[int]) -> int:
         """Bytes of ``cache_memory`` for so many ``pages`` of each kind."""
@@ -306,12 +344,13 @@ class Target(Passes):
                 every.enter_context(pool.unlimited())
             yield
 
-    def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
+    def unread(self, text: Sequence[int], isolation: str | None, source: Source | None = None) -> int | None:
         """Tokens of ``text`` that its row would have to read; None if the cache would not find a part of it that was read before."""
         if self._counted is None or not self.reuse_prefix or (self._companion is not None and not isinstance(self.cache, PagedCache)):
             return None
-        known = self._texts.known(self._counted, text, isolation)
-        return len(text) - (known if self._companion is None else min(known, self._companion.known(text, isolation)))
+        group = _group(isolation, source)
+        known = self._texts.known(self._counted, text, group)
+        return len(text) - (known if self._companion is None else min(known, self._companion.known(text, group)))
 
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
         """Pages of each kind that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""

@@ -683,9 +683,9 @@ typedef struct {
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
     float *scratch;                        /* [threads, SCRATCH(size)] */
     int32_t *positions;                    /* [rows, width] position of the token in each slot; null: slots are positions */
-    const int32_t *ends;                   /* [rows] last slot of each row's source; below, each layer's cross-attention keys */
-    const value *const *cross_keys, *const *cross_values;
-    int64_t cross_row_stride, cross_head_stride;
+    const int32_t *ends;                   /* [rows] last slot of each row's source */
+    const value *const *cross_keys, *const *cross_values; /* [layers, rows] cross-attention keys [heads, ..., size] of a row's source */
+    const int64_t *cross_head_strides;     /* [rows] of these, in values */
     const int32_t *table;                  /* [rows, ...] page table: the pages of each row in order; null: a row's slots are contiguous */
     const Kind *kinds;                     /* kinds of layers; null: all are alike, and described here */
     const int64_t *places;                 /* [tokens] their rows in the RoPE tables of `kinds` */
@@ -704,6 +704,8 @@ typedef struct {
     const float *bias;
     const int32_t *table;                     /* as in Pass */
     const value *turned;                      /* latent attention: RoPE keys, which follow the latents in a key; or null */
+    const value *const *row_keys, *const *row_values; /* in place of the former: those of each row, */
+    const int64_t *head_strides;              /* with a stride for each; or null */
 } Asked;
 
 /* Offset in a cache of a head's keys in the KEYS slots from `start` on, a multiple of KEYS */
@@ -753,6 +755,8 @@ typedef struct {
     const Layer *layer;
     const Pass *pass;
     const Asked *asked;
+    const value *keys, *values; /* as in `asked`, for this row */
+    int64_t head_stride;
     int row, head, first, n, wide; /* `wide`: size of a value */
     float *scores;              /* [n, KEYS] */
     float *sums, *most, *total; /* [n, wide] sums of values, [n] largest score so far, [n] sums of probabilities; contiguous */
@@ -779,14 +783,14 @@ static void find_moved(Chunk *c) {
 }
 
 INLINE size_t slots_from(const Chunk *c, int start) {
-    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->wide);
+    return block(c->pass, c->asked->table, c->asked->row_stride, c->head_stride, c->row, c->head, start, c->wide);
 }
 
 /* Raw scores of the first `count` slots from `start` on; prefetch the keys at `behind`, unless it is null */
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
     const int size = c->layer->size, rest = size - c->wide;
     const size_t at = slots_from(c, start);
-    packed_keys(c->asked->keys + at, count, c->wide, size, c->packed, behind);
+    packed_keys(c->keys + at, count, c->wide, size, c->packed, behind);
     if (rest) packed_keys(c->asked->turned + at / c->wide * rest, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
@@ -795,7 +799,7 @@ static void score_slots(const Chunk *c, int start, int count, float *scores, con
 static void gather_slots(const Chunk *c, int start, int count, const float *probabilities, const value *behind) {
     const int size = c->wide;
     for (int t = 0; t < c->n; t += TOKENS)
-        some_gathered(probabilities + t * KEYS, c->asked->values + slots_from(c, start), c->sums + t * size, count, size,
+        some_gathered(probabilities + t * KEYS, c->values + slots_from(c, start), c->sums + t * size, count, size,
                       c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
 }
 
@@ -848,9 +852,9 @@ static void take_slots(Chunk *c, int start) {
         }
     if (count == 0) return;
     const size_t behind = start + KEYS < c->end ? slots_from(c, start + KEYS) : 0;
-    score_slots(c, start, count, c->scores, start + KEYS < c->end ? c->asked->keys + behind : 0);
+    score_slots(c, start, count, c->scores, start + KEYS < c->end ? c->keys + behind : 0);
     weigh(c, start, sees);
-    gather_slots(c, start, count, c->scores, start + KEYS < c->end ? c->asked->values + behind : 0);
+    gather_slots(c, start, count, c->scores, start + KEYS < c->end ? c->values + behind : 0);
 }
 
 /* Iterate over the blocks of KEYS slots that hold positions from `start` on: the block at `start`, and those from slot `moved` on */
@@ -923,6 +927,8 @@ INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
 static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
     Chunk c = {.layer = l, .pass = p, .asked = a, .row = row, .head = head, .first = first, .n = n, .wide = wide_of(l, a)};
+    c.keys = a->row_keys ? a->row_keys[row] : a->keys, c.values = a->row_keys ? a->row_values[row] : a->values;
+    c.head_stride = a->row_keys ? a->head_strides[row] : a->head_stride;
     c.scores = own_scratch(w, l, p);
     c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
@@ -1210,7 +1216,8 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
     }
     if (l->cross_query.values) {
         product(w, &l->cross_query, entered(w, l, p, l->between, x), p->projected, T, H, heads, 0);
-        attention(w, l, p, &(Asked){p->cross_keys[number], p->cross_values[number], p->cross_row_stride, p->cross_head_stride, heads, p->ends, 1});
+        attention(w, l, p, &(Asked){.columns = heads, .slots = p->ends, .by_row = 1, .row_keys = p->cross_keys + number * p->rows,
+                                    .row_values = p->cross_values + number * p->rows, .head_strides = p->cross_head_strides});
         product(w, &l->cross_output, p->attended, x, T, heads, H, 1);
         left(w, l, p, l->between, x);
     }
