@@ -41,6 +41,7 @@ WINDOWS = ("tests/models/test_windows.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
 HANDED = ("tests/target/test_handed_pages.py",)
 STATES = ("tests/target/test_kept_states.py",)
+STATE_PAGES = ("tests/target/test_state_pages.py",)
 ADMISSION = ("tests/test_admission.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
@@ -290,6 +291,14 @@ FAULTS = [
     Fault("rollback.py", "        state.logits = None\n", "", STATES),
     Fault("rollback.py", "(self.live is self.kept or self.live.stored) and not", "(self.live is self.kept and False) and not", STATES),
     Fault("rollback.py", 'than what comes."""\n        self.states.clear()', 'than what comes."""', STATES),
+    Fault("rollback.py", "        for row in self.rows:\n            row.key = None\n", "", STATES),
+    Fault("rollback.py", "        row.read = max(row.read, len(state.tokens))\n", "", STATE_PAGES),
+    Fault("rollback.py", "            self.pages.drop(self.rows[row])\n", "            pass\n", STATE_PAGES),
+    Fault("rollback.py", "- self.pages.page_bytes * sum(", "- 0 * sum(", STATE_PAGES),
+    Fault("states.py", "self._bytes + self.pages.pool.cached * self.pages.page_bytes", "self._bytes", STATE_PAGES),
+    Fault("state_pages.py", "            self.counts[page] += 1\n", "            pass\n", STATE_PAGES),
+    Fault("state_pages.py", "            self._release(page)\n", "            pass\n", STATE_PAGES),
+    Fault("state_pages.py", "            self.stores[0].copy(last[0], row.pages[full], tokens % PAGE)\n", "", STATE_PAGES),
     Fault(
         "rollback.py",
         "RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=key if share",

@@ -131,6 +131,9 @@ def test_who_shares_nothing(family):
     name, weight = next(iter(reader.target.model.named_parameters()))
     reader.target.rewrite({name: 1.5 * weight})
     assert reader.read(prompt) == 60, "weights have changed"
+    reader.target.rewrite({name: weight / 1.5})
+    reader.target.compact([])
+    assert reader.read(prompt) == 60, "what the row left was computed with the former weights"
     alone = Reader(family, reuse_prefix=False)
     assert alone.read(prompt) == alone.read(prompt) == 60 and not len(alone.target.cache.states)
     reader.target.release()
@@ -245,7 +248,9 @@ def test_a_row_takes_what_it_is_counted_as(family):
     reader, ids = Reader(family), text(60)
     reader.read(ids)
     row = reader.target.cache.rows[0]
-    assert reader.target.whole(60) == [2 * (row.live.bytes - row.live.logits.nbytes)]
+    pages = len(row.pages) * reader.target.cache.pages.page_bytes
+    assert reader.target.whole(60) == [2 * (row.live.bytes - row.live.logits.nbytes) + pages] == [reader.target.cache.memory.held]
+    assert bool(pages) == (family != "rwkv")
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
 
 def _page(backend: Backend, execution: str, test: bool, paged: bool) -> None:
     """Keys and values in pages, if the model computes the same with them."""
-    if isinstance(backend.cache, PagedCache):
+    if isinstance(backend.cache, PagedCache) or isinstance(backend, Rollback):
         return
     found: Paged | str | None = paged_attention.refusal(backend.facts, execution)
     if found is None and backend.facts.sourced and not paged:

@@ -2,7 +2,7 @@
 
 A recurrent state cannot forget a rejected draft. A copy of the state is therefore kept from before the draft. When part of a draft is
 rejected, the next pass starts from that copy and reads the kept tokens again, in front of the new draft. Caches that consist of attention
-layers alone are cut instead.
+layers alone are cut instead. On a CPU, keys and values of all tokens are in pages (:mod:`foredraft.backends.state_pages`).
 
 The cost: a round is one pass per row, not one per batch. Each pass reads up to ``READ_AGAIN`` tokens again and copies the recurrent
 states (not the keys and values). A speed-up is possible at batch 1 only.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,17 +21,22 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
+from foredraft.backends.paged_attention import refusal
+from foredraft.backends.state_pages import RowPages, StatePages, in_pages
 from foredraft.backends.states import WORTH_KEEPING, RowMemory, State, StateStore, begins, shared_beginning
 from foredraft.models.cache_names import cache_argument, cache_of
+from foredraft.models.page_stores import pages_of
+from foredraft.models.pages import PAGE
 from foredraft.models.support import ModelFacts
 
 READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
 
 
 @dataclass(eq=False)
-class RollbackRow:
+class RollbackRow(RowPages):
     """One row: its committed ``text``, the ``drafted`` tokens of the round, the ``live`` state after the last pass, and the
-    ``kept`` one, which has read committed text only. The two may be the same object. Rows of equal ``key`` share stored states;
+    ``kept`` one, which has read committed text only. The two may be the same object. Both have their keys and values in the row's pages,
+    whose first slots hold the text whichever of them has written it. Rows of equal ``key`` share stored states;
     a row without one shares nothing. ``stored`` is the number of the state that is stored for its prompt so far."""
 
     text: list[int] = field(default_factory=list)
@@ -60,7 +65,8 @@ class RollbackCache:
     """The rows of a :class:`Rollback`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
 
     def __init__(self) -> None:
-        self.states = StateStore()
+        self.pages = StatePages()
+        self.states = StateStore(self.pages)
         self.memory = RowMemory(self.states, lambda: self.lengths)
         self.rows: list[RollbackRow] = []
         self._opening: list[RollbackRow] = []
@@ -92,7 +98,7 @@ class RollbackCache:
             state = self.states.find(key, text, known if most else limit) if share else None
             row = RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=key if share else None)
             if state is not None and len(state.tokens) <= known:
-                row.kept = state
+                self.take_up(row, state)
             self._opening.append(row)
         return [len(row.text) for row in self._opening]
 
@@ -109,11 +115,23 @@ class RollbackCache:
         states = [state for state in (leaving.live, leaving.kept) if state is not None]
         held = [state for state in states if begins(leaving.text, state.tokens, len(leaving.text))]
         if held and leaving.key is not None:
-            self.states.add(leaving.key, max(held, key=lambda state: len(state.tokens)))
+            self.store(leaving, max(held, key=lambda state: len(state.tokens)))
+
+    def take_up(self, row: RollbackRow, state: State) -> None:
+        """``row`` continues from a stored ``state``, on its pages."""
+        row.live, row.kept = None, state
+        self.pages.take_up(row, state.pages, len(state.tokens))
+
+    def store(self, row: RollbackRow, state: State, instead: int | None = None) -> int | None:
+        """Store a ``state`` of ``row``, as :meth:`StateStore.add`."""
+        row.read = max(row.read, len(state.tokens))
+        return self.states.add(row.key, state, instead, row.pages)
 
     def share_no_more(self) -> None:
-        """Forget all states, since they were computed with other weights than what comes."""
+        """Forget all states, and store none of the rows', since they were computed with other weights than what comes."""
         self.states.clear()
+        for row in self.rows:
+            row.key = None
 
     # -- how much room there is, in bytes instead of pages ------------------------------------------------------------------
 
@@ -126,8 +144,10 @@ class RollbackCache:
         return [1]
 
     def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
-        """Bytes that a row would take for ``text`` and ``nodes`` after it."""
-        return self.whole(len(text) + nodes, written)
+        """Bytes that a row would take for ``text`` and ``nodes`` after it, without full pages that live rows hold."""
+        state = self.states.find(key, text, len(text) - 1)
+        full = [] if state is None else state.pages[: len(state.tokens) // PAGE]
+        return [self.memory.row(len(text) + nodes) - self.pages.page_bytes * sum(self.pages.pool.rows(page) > 0 for page in full)]
 
     def whole(self, tokens: int, written: int) -> list[int]:
         """Bytes of a row of so many ``tokens``."""
@@ -135,8 +155,11 @@ class RollbackCache:
 
     def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
         """Bytes that live rows would take for ``nodes`` each, less those of the rows ``without``."""
-        after = sum(self.memory.row(length + nodes) for row, length in enumerate(self.lengths) if row not in without)
-        return [after - self.memory.held]
+        rows = [row for index, row in enumerate(self.rows) if index not in without]
+        pages = len(set[int]().union(*(row.pages for row in rows)))
+        pages += sum(max(0, pages_of(len(row.text) + nodes) - len(row.pages)) for row in rows)
+        states = sum(self.memory.states(len(row.text) + nodes) for row in rows)
+        return [states + pages * self.pages.page_bytes - self.memory.held]
 
     def limit(self, memory: int | None, beside: int) -> None:
         """As of :class:`~foredraft.models.paged_cache.PagedCache`."""
@@ -185,17 +208,22 @@ class RollbackCache:
             self.rows[row].key = None
 
     def compact(self, keep: Sequence[int]) -> None:
+        for row in set(range(len(self.rows))).difference(keep):
+            self.pages.drop(self.rows[row])
         self.rows = [self.rows[row] for row in keep]
         self.entered = []
 
     def forget(self) -> None:
         self.rows, self.entered, self._opening = [], [], []
         self.states.clear()
+        self.pages.forget()
 
 
 class Rollback(Backend):
     """Forward passes over chains, a row at a time, each as transformers' own ``generate`` would make it. A row beyond the model's
     context is not read; its logits, and those of filler, are zeros.
+
+    ``reasons["pages"]`` says why no keys and values are in pages.
 
     Args:
         facts: a model that takes a cache and can read several tokens after it in one pass.
@@ -212,6 +240,13 @@ class Rollback(Backend):
         self._cache_argument = cache_argument(type(facts.model))
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._paged = False
+        why = refusal(replace(facts, chains_only=None), "eager")
+        if why is None and (self._cache_argument == "state" or not in_pages(self._empty(), self.cache.pages)):
+            why = f"{facts.chains_only}; no layer of it keeps keys and values of all tokens"
+        self._paged = why is None
+        if why is not None:
+            reasons["pages"] = why
 
     def forward(self, given: ForwardPass) -> PassOutput:
         tree, window, keep = given.tree, given.window, given.keep
@@ -240,11 +275,11 @@ class Rollback(Backend):
         state = row.take(whole, text + before)
         if text - len(state.tokens) > READ_AGAIN:
             for end in range(len(state.tokens) + self.chunk, text, self.chunk):
-                self._pass(state, whole[len(state.tokens) : end], 1)
-            self._pass(state, whole[len(state.tokens) : text], 1)
+                self._pass(row, state, whole[len(state.tokens) : end], 1)
+            self._pass(row, state, whole[len(state.tokens) : text], 1)
             row.kept = state
             state = row.take(whole, text)
-        return self._pass(state, whole[len(state.tokens) :], len(drafted) - before)
+        return self._pass(row, state, whole[len(state.tokens) :], len(drafted) - before)
 
     def _read_prompt(self, row: RollbackRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
         """As :meth:`_read`, but only for the last token of ``drafted``, unless hidden states are wanted of all. Starts from a stored state
@@ -258,7 +293,7 @@ class Rollback(Backend):
             known = states.find(row.key, whole, len(whole) - (self.features is not None))
             mine = max((len(each.tokens) for each in (row.live, row.kept) if each is not None), default=0)
             if known is not None and len(known.tokens) > mine:
-                row.live, row.kept = None, known
+                self.cache.take_up(row, known)
                 if len(known.tokens) == len(whole):
                     assert known.logits is not None
                     row.drafted, row.live = drafted, known
@@ -266,7 +301,7 @@ class Rollback(Backend):
             found = self._read_from(row, drafted)
         assert row.live is not None
         row.live.logits = found[0][-1:].clone()
-        row.stored = states.add(row.key, row.live.copy() if row.live.can_be_cut else row.live, row.stored)
+        row.stored = self.cache.store(row, row.live.copy() if row.live.can_be_cut else row.live, row.stored)
         return found
 
     def _read_from(self, row: RollbackRow, drafted: list[int]) -> tuple[Tensor, Tensor]:
@@ -278,19 +313,21 @@ class Rollback(Backend):
         if start + WORTH_KEEPING <= parting < len(whole) and not state.can_be_cut:
             ends.add(parting)
         for end in sorted(ends):
-            found = self._pass(state, whole[len(state.tokens) : end], 1)
+            found = self._pass(row, state, whole[len(state.tokens) : end], 1)
             if end == parting < len(whole) and not state.can_be_cut:
                 state.logits = found[0].clone()
-                self.cache.states.add(row.key, state.copy())
+                self.cache.store(row, state.copy())
         return found
 
-    def _pass(self, state: State, tokens: list[int], wanted: int) -> tuple[Tensor, Tensor]:
-        """``[wanted, V]`` logits and ``[wanted, F * d]`` hidden states at the last of ``tokens``, which ``state`` reads."""
+    def _pass(self, row: RollbackRow, state: State, tokens: list[int], wanted: int) -> tuple[Tensor, Tensor]:
+        """``[wanted, V]`` logits and ``[wanted, F * d]`` hidden states at the last of ``tokens``, which ``state`` of ``row`` reads."""
+        start = len(state.tokens)
         if state.memory is None and self._cache_argument != "state":
-            state.memory = DynamicCache(config=self.model.config.get_text_config())
+            state.memory = self._empty()
+        if self._paged:
+            self.cache.pages.turn_to(row, start, len(tokens))
         arguments: dict[str, Any] = {self._cache_argument: state.memory}
         if self._takes_positions:
-            start = len(state.tokens)
             arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.facts.device)[None]
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = wanted
@@ -302,14 +339,22 @@ class Rollback(Backend):
         state.logits = None
         if self.cache.memory.sizes is None:
             self.cache.memory.sizes = state.sizes
+            self.cache.pages.measure()
         logits = output.logits[0, -wanted:]
         return logits, logits.new_empty(wanted, 0) if caught is None else caught.hidden()[0, -wanted:]
+
+    def _empty(self) -> DynamicCache:
+        memory = DynamicCache(config=self.model.config.get_text_config())
+        if self._paged:
+            in_pages(memory, self.cache.pages)
+        return memory
 
     def measure(self) -> None:
         """Learn how much memory a row takes, if no pass has shown it."""
         if self.cache.memory.sizes is None:
             with torch.inference_mode():
-                self._pass(State([], None), [0, 0], 1)
+                self._pass(RollbackRow(), State([], None), [0, 0], 1)
+            self.release()
 
 
 def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:

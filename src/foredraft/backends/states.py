@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from foredraft.backends.state_pages import PagedLayer, StatePages
+from foredraft.models.page_stores import pages_of
 from foredraft.models.pages import PAGE
 
 WORTH_KEEPING = 16  # tokens; shorter beginnings are read again
@@ -29,30 +31,32 @@ class State:
     Attributes:
         logits: ``[1, V]`` after the last of ``tokens``, if they are known.
         stored: other texts may continue from it, so it must not be written to.
+        pages: if it is stored, those that hold its keys and values; otherwise, its row has them.
     """
 
-    def __init__(self, tokens: list[int], memory: Any, logits: Tensor | None = None):
-        self.tokens, self.memory, self.logits, self.stored = tokens, memory, logits, False
+    def __init__(self, tokens: list[int], memory: Any, logits: Tensor | None = None, pages: Sequence[int] = ()):
+        self.tokens, self.memory, self.logits, self.pages, self.stored = tokens, memory, logits, pages, False
 
     def copy(self) -> State:
-        return State(list(self.tokens), copied(self.memory), self.logits)
+        return State(list(self.tokens), copied(self.memory), self.logits, self.pages)
 
     @property
     def can_be_cut(self) -> bool:
         """Whether every layer holds keys and values of all tokens."""
-        return isinstance(self.memory, DynamicCache) and all(type(layer) is DynamicLayer for layer in self.memory.layers)
+        return isinstance(self.memory, DynamicCache) and all(type(layer) in (DynamicLayer, PagedLayer) for layer in self.memory.layers)
 
     def cut(self, length: int) -> None:
         """Forget the tokens after the first ``length``."""
         if length < len(self.tokens):
             for layer in self.memory.layers:
-                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+                if type(layer) is DynamicLayer:
+                    layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
             del self.tokens[length:]
             self.logits = None
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes that do not depend on how many tokens it has read, and bytes of each token."""
+        """Bytes that do not depend on how many tokens it has read, and bytes of each token. Pages are in neither."""
         layers = self.memory.layers if isinstance(self.memory, DynamicCache) else []
         held = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
         held = [each for each in held if each.numel()]
@@ -60,32 +64,46 @@ class State:
 
     @property
     def bytes(self) -> int:
+        """What it takes beside its pages."""
         return sum(each.nbytes for each in tensors_in(self.memory)) + (0 if self.logits is None else self.logits.nbytes)
 
 
 class StateStore:
     """States of texts, by the keys of their rows. They must not be written to. The least recently used one is evicted first.
 
+    Args:
+        pages: where the keys and values of states and rows are.
+
     Attributes:
         limit: bytes of all states together; None for at most :data:`KEPT` of them.
-        bytes, evicted: what they take; how many have been evicted for others.
+        evicted: how many have been evicted for others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pages: StatePages | None = None) -> None:
+        self.pages = StatePages() if pages is None else pages
         self.limit: int | None = None
-        self.evicted = 0
-        self.clear()
-
-    def clear(self) -> None:
         self._states: dict[Hashable, dict[int, tuple[State, int]]] = {}  # by key and number: states and their bytes; oldest first
         self._order: dict[int, Hashable] = {}  # keys by number, the least recently used first
-        self._next = self.bytes = 0
+        self._next = self._bytes = self.evicted = 0
+
+    def clear(self) -> None:
+        for number in list(self._order):
+            self._remove(number)
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def add(self, key: Hashable, state: State, instead: int | None = None) -> int | None:
-        """Store ``state``, which must not be written to from now on, in place of number ``instead``. Returns its number, or None."""
+    @property
+    def bytes(self) -> int:
+        """What they take, with the pages that no row holds."""
+        return self._bytes + self.pages.pool.cached * self.pages.page_bytes
+
+    def add(self, key: Hashable, state: State, instead: int | None = None, pages: Sequence[int] = ()) -> int | None:
+        """Store ``state``, which must not be written to from now on, in place of number ``instead``. Returns its number, or None.
+
+        Args:
+            pages: of its row, whose first slots hold the keys and values of its tokens.
+        """
         if instead in self._order:
             self._remove(instead)
         if len(state.tokens) < WORTH_KEEPING:
@@ -95,12 +113,13 @@ class StateStore:
                 self._use(number)
                 other.logits = state.logits if other.logits is None else other.logits
                 return None
-        state.stored = True
+        state.stored, state.pages = True, pages[: pages_of(len(state.tokens))]
+        self.pages.pool.keep(state.pages)
         number, size = self._next, state.bytes
         self._next += 1
         self._states.setdefault(key, {})[number] = state, size
         self._order[number] = key
-        self.bytes += size
+        self._bytes += size
         self.shrink()
         return number
 
@@ -141,7 +160,9 @@ class StateStore:
 
     def _remove(self, number: int) -> None:
         key = self._order.pop(number)
-        self.bytes -= self._states[key].pop(number)[1]
+        state, size = self._states[key].pop(number)
+        self.pages.pool.give_up(state.pages)
+        self._bytes -= size
         if not self._states[key]:
             del self._states[key]
 
@@ -195,7 +216,7 @@ def tensors_in(memory: Any) -> Iterator[Tensor]:
 
 class RowMemory:
     """The memory of live rows, in bytes rather than in pages, and what it leaves for the states of ``store``. A row that is read
-    holds two states: the one after its last pass, and one to roll back to.
+    holds two states: the one after its last pass, and one to roll back to. Both have their keys and values in the row's pages.
 
     Args:
         lengths: of the live rows, in tokens.
@@ -203,26 +224,32 @@ class RowMemory:
     Attributes:
         limit: bytes of rows and states together; None for no limit.
         sizes: as :attr:`State.sizes`; None before anything was read.
-        shared: nothing: rows share no memory.
     """
 
-    shared = 0
-
     def __init__(self, store: StateStore, lengths: Callable[[], Sequence[int]]) -> None:
-        self.store, self._lengths = store, lengths
+        self.store, self.pages, self._lengths = store, store.pages, lengths
         self.limit: int | None = None
         self.sizes: tuple[int, int] | None = None
         self.beside = 0  # bytes that a draft keeps for each page of tokens
 
-    def row(self, tokens: int) -> int:
-        """Bytes of a row of so many ``tokens``."""
+    def states(self, tokens: int) -> int:
+        """Bytes of a row of so many ``tokens``, pages left out."""
         fixed, each = self.sizes or (0, 0)
         return 2 * (fixed + tokens * each) + tokens * self.beside // PAGE
+
+    def row(self, tokens: int) -> int:
+        """Bytes of a row of so many ``tokens`` that shares no pages."""
+        return self.states(tokens) + pages_of(tokens) * self.pages.page_bytes
 
     @property
     def held(self) -> int:
         """Bytes that rows take."""
-        return sum(map(self.row, self._lengths()))
+        return sum(map(self.states, self._lengths())) + self.pages.pool.held * self.pages.page_bytes
+
+    @property
+    def shared(self) -> int:
+        """Of these, bytes of pages that two or more rows hold."""
+        return self.pages.pool.shared * self.pages.page_bytes
 
     def make_room(self, more: int) -> bool:
         """Whether rows can take so many bytes ``more``. If so, states that this leaves no room for are evicted."""
@@ -235,7 +262,7 @@ class RowMemory:
 
     @property
     def cached(self) -> int:
-        """Bytes of states of texts."""
+        """Bytes of states of texts, and of pages that only they hold."""
         return self.store.bytes
 
     @property
