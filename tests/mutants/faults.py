@@ -55,6 +55,7 @@ GROUPED_EXPERTS = ("tests/target/test_grouped_experts.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
 ENCODERS = ("tests/target/test_encoder_decoder.py",)
+RUNS = ("tests/test_source_memory.py",)
 SEGMENTS = ("tests/target/test_native_segments.py",)
 DESCRIBED = ("tests/target/test_native_described.py",)
 VECTORS = ("tests/target/test_native_vectors.py",)
@@ -342,8 +343,8 @@ FAULTS = [
     Fault("paged_cache.py", "if share and at_once else 0", "if share else 0", ADMISSION),
     Fault(
         "target.py",
-        "        if not self.reuse_prefix:\n            return self._counted.whole",
-        "        if False:\n            return self._counted.whole",
+        "        if not self.reuse_prefix:\n            pages = self._counted.whole",
+        "        if False:\n            pages = self._counted.whole",
         ADMISSION,
     ),
     Fault("paged_cache.py", "        if self._memory is None or total > self._memory:", "        if self._memory is None:", WINDOWS),
@@ -351,11 +352,11 @@ FAULTS = [
     Fault("shapes.py", "return max(self.total, self.k * (self.levels - 1))", "return self.total", ADMISSION),
     Fault(
         "prefixes.py",
-        "for _ in self.live], {}\n        if isinstance(cache, KEEPING):\n            cache.share_no_more()\n",
+        "for _ in self.live], {}\n        cache.share_no_more()\n",
         "for _ in self.live], {}\n",
         PAGED,
     ),
-    Fault("prefixes.py", "return (isolation, *text[: self.ahead])", "return tuple(text[: self.ahead])", PAGED),
+    Fault("prefixes.py", "return (group, *text[: self.ahead])", "return tuple(text[: self.ahead])", PAGED),
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
     Fault("layer.c", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
@@ -379,7 +380,7 @@ FAULTS = [
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
     Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
-    Fault("prefixes.py", "return (isolation, *text[: self.ahead])", "return isolation", SHARING),
+    Fault("prefixes.py", "return (group, *text[: self.ahead])", "return group", SHARING),
     Fault("eagle3.py", "Texts(ahead=1)", "Texts()", SHARING),
     Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
     Fault(
@@ -390,7 +391,12 @@ FAULTS = [
     ),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
     Fault("target.py", "unread=unread, most=most, at_once=at_once)", "unread=unread, at_once=at_once)", SHARING),
-    Fault("target.py", "            first = max(first, self._companion.needed(text, isolation, nodes))\n", "            pass\n", SHARING),
+    Fault(
+        "target.py",
+        "                pages[0] = max(pages[0], self._companion.needed(text, group, nodes))\n",
+        "                pass\n",
+        SHARING,
+    ),
     Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
     # -- mixtures of experts
@@ -583,6 +589,25 @@ FAULTS = [
     ),
     Fault("self_test.py", "if of_chain is None and trial.sources:", "if False:", ENCODERS),
     Fault("encoder_decoder.py", "if self._unmasked and input_ids.shape[1] == 1", "if False", ENCODERS),
+    Fault("source_runs.py", "and all(a is b for a, b in zip(rows, self.rows))", "", RUNS),
+    Fault("source_runs.py", "                run.part()\n", "", RUNS),
+    Fault("source_runs.py", "allowed = min(allowed, max(0, self._limit - self.held))", "pass", RUNS),
+    Fault(
+        "source_runs.py",
+        "            self._kept[key] = run\n        return run",
+        "            self._kept = {key: run, **self._kept}\n        return run",
+        RUNS,
+    ),
+    Fault("source_runs.py", "            if self._kept.get(run.key) is run:\n", "            if run.key in self._kept:\n", RUNS),
+    Fault(
+        "source_runs.py",
+        "        except BaseException:\n            self.let_go()\n            raise\n\n    def growth",
+        "        finally:\n            pass\n\n    def growth",
+        RUNS,
+    ),
+    Fault("source_runs.py", "-sum(run.pages for run in {*self.sources} - kept)]", "0]", RUNS),
+    Fault("target.py", "return isolation if source is None else (isolation, source.key)", "return isolation", RUNS),
+    Fault("target.py", "return [0 if run is not None and run.rows else pages_of", "return [0 if run is not None else pages_of", RUNS),
     Fault("client.py", '    raise ServerError("the stream ended without [DONE]")\n', "", SERVER),
     Fault("report.py", "if any(not check.reproducibility for check in faults):", "if faults:", SERVER),
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
@@ -21,18 +21,21 @@ from foredraft.models.page_stores import Kind, pages_of
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE, PagePool
 
-if TYPE_CHECKING:
-    from foredraft.models.encoder_decoder import Source
-
 SPARE = 64  # pages of sources that may be kept in any case
 
 
 @dataclass(eq=False)
 class Encoded:
-    """What is kept of a source: ``states`` ``[S, d]`` of the encoder without padding, and by layer the keys and values ``[heads, S, size]``
-    that the decoder makes of them. So many live ``rows`` hold it; later ones find it by ``key``."""
+    """What is kept of a ``source`` (:class:`~foredraft.models.encoder_decoder.Source`).
 
-    source: Source
+    Attributes:
+        states: ``[S, d]`` of the encoder, without padding.
+        key: later rows find it by this.
+        keys: by layer, the keys and values ``[heads, S, size]`` that the decoder makes of the states.
+        rows: how many live rows hold it.
+    """
+
+    source: Any
     states: Tensor
     key: Hashable = None
     keys: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -237,9 +240,7 @@ class SourcedCache(TreeCache):
         self._opening: list[Encoded] = []
         self.both = EncoderDecoderCache(self, self.cross)
 
-    def hold(
-        self, sources: Sequence[Source], keys: Sequence[Hashable], encode: Callable[[Sequence[Source]], Mapping[Source, Tensor]]
-    ) -> None:
+    def hold(self, sources: Sequence[Any], keys: Sequence[Hashable], encode: Callable[[Sequence[Any]], Mapping[Any, Tensor]]) -> None:
         """Take the runs of ``sources``, whose rows :meth:`open` is about to append. Rows of equal ``keys`` have the same.
 
         Args:
