@@ -154,7 +154,7 @@ FAULTS = [
     Fault("draft_model.py", "self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])", "pass", VOCABULARIES),
     # -- the learner
     Fault("online.py", "        if self.rehearsed:\n", "        if False:\n", LEARNER),
-    Fault("online.py", "self.mean[name].lerp_(value, 1 - stays)", "self.mean[name].lerp_(value, 1.0)", LEARNER),
+    Fault("online.py", "list(self.model.parameters()), 1 - stays)", "list(self.model.parameters()), 1.0)", LEARNER),
     # -- rolls of the page
     Fault("rolling.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
     Fault("rolling.py", "if not keyed or tree.q is None:", "if True:", ROLL),

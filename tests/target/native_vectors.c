@@ -252,7 +252,9 @@ static void models(void) {
 
     const value *logits = values(2 * 1024, -4.0f, 4.0f);
     int64_t places[2 * 8];
-    largest(logits, 2, VOCABULARY, 1024, 8, places, THREADS), print("largest", (uint32_t *)places, 32, 0);
+    float logs[2 * 8];
+    largest(logits, 2, VOCABULARY, 1024, 8, places, logs, THREADS);
+    print("largest", (uint32_t *)places, 32, 0), print_floats("logs", logs, 16);
     float best, q[1024];
     const uint64_t words[] = {0x123456789abcdefull};
     const Draws d = {.words = words, .hashes = bytes(1024 * 4, 255), .q = q, .columns = 1024, .temperature = 0.7};
