@@ -11,6 +11,7 @@ from architectures import ARCHITECTURES, build
 from helpers import make_drafter
 
 from foredraft import RowParameters, Speculator, TokenTree
+from foredraft.backends.state_pages import InPages
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
 
@@ -178,15 +179,21 @@ def test_pages_are_free_when_the_states_that_hold_them_are_gone(family):
     assert not len(states) and states.bytes == 0 and pool.held == 1
 
 
-def test_a_row_that_is_alone_is_handed_a_view():
-    target = Target(model_of("qwen3_next"))
-    store = target.cache.pages.stores[0]
+def test_a_row_whose_pages_are_neighbours_is_handed_a_view(monkeypatch):
+    target, update, views = Target(model_of("qwen3_next")), InPages.update, []
+
+    def watched(layer, *given):
+        keys, values = update(layer, *given)
+        views.append(keys.untyped_storage().data_ptr() == target.cache.pages.layers[layer.index].keys.untyped_storage().data_ptr())
+        return keys, values
+
+    monkeypatch.setattr(InPages, "update", watched)
     read(target, text(3 * PAGE + 20))
     score(target, text(3, 1), 3)
-    assert store.reading[1] is not None
+    assert views == [True, True]
     read(target, text(20, 1))
     score(target, text(PAGE, 1), PAGE)
-    assert store.reading[1] is None, "the second row got a page behind that of the first, and then another"
+    assert views[2:] == [True, False, False], "each row has a page in front of its last one that is the other's"
 
 
 def test_a_budget_holds_rows_that_share_and_not_as_many_that_do_not():

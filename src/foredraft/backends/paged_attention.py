@@ -44,9 +44,14 @@ def refusal(facts: ModelFacts, execution: str) -> str | None:
         return "the model has an encoder"
     if execution in ("compiled", "graphs"):
         return f"execution={execution!r} was asked for"
-    if any(each.device.type not in ("cpu", "meta") for each in facts.model.parameters()):  # packed weights leave placeholders
+    if not on_cpu(facts.model):
         return "pages are for CPUs"
     return None
+
+
+def on_cpu(model: Any) -> bool:
+    """Whether a model's weights are in main memory."""
+    return all(each.device.type in ("cpu", "meta") for each in model.parameters())  # packed weights leave placeholders
 
 
 def refusal_in_place(model: Any) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
-from foredraft.backends.paged_attention import refusal
+from foredraft.backends.paged_attention import on_cpu
 from foredraft.backends.state_pages import RowPages, StatePages, in_pages
 from foredraft.backends.states import WORTH_KEEPING, RowMemory, State, StateStore, begins, shared_beginning
 from foredraft.models.cache_names import cache_argument, cache_of
@@ -243,7 +243,7 @@ class Rollback(Backend):
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._paged = False
-        why = refusal(replace(facts, chains_only=None), "eager")
+        why = None if on_cpu(facts.model) else "pages are for CPUs"
         if why is None and (self._cache_argument == "state" or not in_pages(self._empty(), self.cache.pages)):
             why = f"{facts.chains_only}; no layer of it keeps keys and values of all tokens"
         self._paged = why is None
