@@ -12,7 +12,7 @@ import torch
 from cover import nightly_but
 from kernel_cases import always as always  # a fixture
 from kernel_cases import needs_kernels
-from sourced_cases import build
+from sourced_cases import build, compact_all_but_sources
 
 from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Source, Speculator, TokenTree
 from foredraft.admission import Admission
@@ -139,14 +139,7 @@ def test_the_keys_of_a_row_that_has_left_are_found(fault, way, monkeypatch):
     if fault == "over":
         monkeypatch.setattr(CrossKeys, "over", lambda self, rows: len(rows) == len(self.rows) or over(self, rows))
     else:
-        compact = SourcedCache.compact
-
-        def staying(self, keep):
-            stay = self.sources[: len(keep)]
-            compact(self, keep)
-            self.sources = stay
-
-        monkeypatch.setattr(SourcedCache, "compact", staying)
+        monkeypatch.setattr(SourcedCache, "compact", compact_all_but_sources)
     assert serve(speculator.session(), sources) != wanted
 
 

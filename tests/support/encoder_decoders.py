@@ -142,7 +142,7 @@ def build(name: str, implementation: str | None = None) -> Any:
     family = FAMILIES[name]
     implementation = implementation or family.implementations[0]
     cls = getattr(transformers, family.model)
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):  # whoever asks first
         torch.default_generator.manual_seed(SEED)
         if family.make is not None:
             model = family.make(implementation)

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from foredraft.models.encoder_decoder import some_source
+from foredraft.models.source_runs import SourcedCache
 
 SIZES = {
     "vocab_size": 128, "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4,
@@ -44,7 +45,7 @@ MODELS = {
 @cache
 def build(name, dtype, seed=3):
     kind, options = MODELS[name]
-    with torch.random.fork_rng():
+    with torch.inference_mode(False), torch.random.fork_rng():  # whoever asks first
         torch.manual_seed(seed)
         model = getattr(transformers, "MarianMTModel" if kind == "Marian" else f"{kind}ForConditionalGeneration")
         model = model(getattr(transformers, f"{kind}Config")(**options))
@@ -61,3 +62,13 @@ def build(name, dtype, seed=3):
 def read_by(name, dtype, *lengths):
     """Sources of so many tokens, or noise."""
     return [some_source(build(name, dtype), length, seed=length) for length in lengths]
+
+
+_compact = SourcedCache.compact
+
+
+def compact_all_but_sources(cache: SourcedCache, keep: list[int]) -> None:
+    """A fault to plant in :meth:`SourcedCache.compact`: rows that move get the source of the row whose place they take."""
+    stay = cache.sources[: len(keep)]
+    _compact(cache, keep)
+    cache.sources = stay

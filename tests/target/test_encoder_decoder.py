@@ -15,6 +15,7 @@ from cover import nightly_but
 from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
 from kernel_cases import always as always  # a fixture
+from sourced_cases import compact_all_but_sources
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
@@ -125,14 +126,7 @@ def test_positions_from_slots_are_found(name, what, fault, monkeypatch):
 
 
 def test_the_cross_keys_of_another_row_are_found(monkeypatch):
-    compact = SourcedCache.compact
-
-    def staying(self, keep):
-        stay = self.sources[: len(keep)]
-        compact(self, keep)
-        self.sources = stay
-
-    monkeypatch.setattr(SourcedCache, "compact", staying)
+    monkeypatch.setattr(SourcedCache, "compact", compact_all_but_sources)
     assert "differed from a plain pass" in Target(build("t5")).chains_only
 
 

@@ -23,7 +23,45 @@ PAGE = 64  # tokens per page
 IDS = attrgetter("ids")
 
 
-class PagePool:
+class LimitedPool:
+    """What pools have in common, those of pages and those of runs: how much rows may hold.
+
+    Attributes:
+        held: pages that some row holds.
+    """
+
+    held: int
+    _limit: int | None
+
+    def _shrink(self) -> None:
+        """Keep to the limit, as far as rows do not hold more."""
+        raise TypeError(f"{type(self).__name__} must define _shrink()")
+
+    @property
+    def limit(self) -> int | None:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = limit
+        self._shrink()
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Rows may take pages beyond the limit meanwhile."""
+        limit, self._limit = self._limit, None
+        try:
+            yield
+        finally:
+            self.limit = limit
+
+    @property
+    def room(self) -> int | None:
+        """Pages that rows could take now: free, cached or not made yet. None without a limit."""
+        return None if self._limit is None else max(0, self._limit - self.held)
+
+
+class PagePool(LimitedPool):
     """Counts who holds each page, hands out pages that nobody holds, and takes back those that only the prefix tree holds.
 
     Without a limit, it never makes more pages than twice the most that rows held at once, plus ``spare``.
@@ -63,29 +101,6 @@ class PagePool:
     def made(self) -> int:
         """Page ids are below this; the buffers must have room for so many pages."""
         return len(self.counts)
-
-    @property
-    def limit(self) -> int | None:
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int | None) -> None:
-        self._limit = limit
-        self._shrink()
-
-    @contextmanager
-    def unlimited(self) -> Iterator[None]:
-        """Pages may be made beyond the limit meanwhile."""
-        limit, self._limit = self._limit, None
-        try:
-            yield
-        finally:
-            self.limit = limit
-
-    @property
-    def room(self) -> int | None:
-        """Pages that :meth:`take` could hand out now: free, cached or not made yet. None without a limit."""
-        return None if self._limit is None else max(0, self._limit - self.held)
 
     def take(self, count: int) -> list[int]:
         """``count`` pages for a row, in ascending order, with one holder each.

@@ -7,8 +7,7 @@ it stays for later rows with an equal source, until the memory is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from foredraft.errors import CacheMemoryError
 from foredraft.models.cache import TreeCache
 from foredraft.models.page_stores import Kind, pages_of
 from foredraft.models.paged_cache import PagedCache
-from foredraft.models.pages import PAGE, PagePool
+from foredraft.models.pages import PAGE, LimitedPool, PagePool
 
 SPARE = 64  # pages of sources that may be kept in any case
 
@@ -57,7 +56,7 @@ class Encoded:
         self.keys = [(_alone(keys), _alone(values)) for keys, values in self.keys]
 
 
-class RunPool:
+class RunPool(LimitedPool):
     """Counts which runs rows hold, and keeps those that no row holds any more until others need their memory. All figures are pages.
 
     Attributes:
@@ -70,7 +69,7 @@ class RunPool:
 
     def __init__(self) -> None:
         self.spare = SPARE
-        self._limit: int | None = None
+        self._limit = None
         self.clear()
 
     def clear(self) -> None:
@@ -81,29 +80,6 @@ class RunPool:
     def forget(self) -> None:
         """Later rows find none of the runs. Live rows keep theirs."""
         self._kept, self.cached = {}, 0
-
-    @property
-    def limit(self) -> int | None:
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int | None) -> None:
-        self._limit = limit
-        self._evict()
-
-    @contextmanager
-    def unlimited(self) -> Iterator[None]:
-        """Pages may be taken beyond the limit meanwhile."""
-        limit, self._limit = self._limit, None
-        try:
-            yield
-        finally:
-            self.limit = limit
-
-    @property
-    def room(self) -> int | None:
-        """Pages that rows can take. None without a limit."""
-        return None if self._limit is None else max(0, self._limit - self.held)
 
     @property
     def kept(self) -> list[Encoded]:
@@ -129,7 +105,7 @@ class RunPool:
         run.rows += 1
         self.shared += run.pages if run.rows == 2 else 0
         self._most_held = max(self._most_held, self.held)
-        self._evict()
+        self._shrink()
 
     def drop(self, run: Encoded) -> None:
         """One row fewer holds a run."""
@@ -140,9 +116,9 @@ class RunPool:
             if self._kept.get(run.key) is run:
                 self.cached += run.pages
                 run.part()
-                self._evict()
+                self._shrink()
 
-    def _evict(self) -> None:
+    def _shrink(self) -> None:
         """Give up runs that no row holds, as far as they are too many."""
         allowed = max(self.spare, self._most_held)
         if self._limit is not None:
