@@ -275,6 +275,15 @@ def test_fits_and_errors():
     assert serve(little, [short]) == plain("bart", [short])
 
 
+@torch.inference_mode()
+def test_what_setting_a_row_aside_frees_includes_a_run_that_no_other_row_holds():
+    target, (one, other) = paged("bart", "native").target, some_sources("bart", 1, 2)
+    target.open([[START]] * 3, sources=[one, one, other])
+    pages = [run.pages for run in target.cache.sources]
+    freed = [target.growth(0, without=without)[-1] for without in ([], [0], [0, 1], [2], [1, 2])]
+    assert freed == [0, 0, -pages[0], -pages[2], -pages[2]]
+
+
 def test_models_whose_layers_are_their_own_have_pages_on_request():
     asked, auto = Target(model("bart"), execution="eager", cache_memory=0.5), Target(model("bart"), execution="eager")
     assert isinstance(asked.cache, SourcedPages) and "the model has an encoder" in asked.reasons["paged_attention"]
