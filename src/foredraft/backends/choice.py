@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,14 +35,22 @@ EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
 ATTENTIONS = ("auto", "model", "flex")
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
 ENCODER = "the model has an encoder, and passes of such models are packed or eager"
+OTHER_WAYS = {
+    "compiled": "compiled layers copy keys and values from their pages in every pass",
+    "graphs": "recorded passes copy keys and values from their pages",
+    "flex": "FlexAttention reads pages in place, and passes that need no mask copy keys and values from their pages",
+}
 UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
 
+Way = TypeVar("Way", bound=Backend)
 
-def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int) -> Backend:
+
+def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int, limited: bool = False) -> Backend:
     """The backend for a model.
 
     Args:
         execution, attention, owned, test: as in :class:`~foredraft.target.Target`.
+        limited: a limit of the cache's memory was asked for, which only a cache in pages can keep.
         chunk: most tokens of text that a model is given in one pass.
 
     Returns:
@@ -60,26 +69,27 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         raise ConfigurationError(f"passes of {describe(facts.model)} cannot be {execution}: {ENCODER}; use execution='auto'")
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
-    overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
+    paged = _pages_of_other_ways(facts, execution, attention, test, reasons) if limited else None
+    overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, paged)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
         if overrides is not None:
             undo.callback(overrides.undo)
-        backend: Backend = Eager(facts, overrides, reasons)
+        backend: Backend = _over_pages(Eager(facts, overrides, reasons), paged)
         if facts.chains_only is not None and not facts.sourced:
             backend = Rollback(facts, overrides, reasons, chunk)
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
-        backend = _record(facts, execution, test, reasons) or backend
+        backend = _record(facts, execution, test, reasons, paged) or backend
         if attention == "flex":
-            flexed = flex.Flexed(facts, reasons)
+            flexed = _over_pages(flex.Flexed(facts, reasons), paged)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
                 raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
             backend = flexed
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
-        _page(backend, execution, test)
+        _page(backend, execution, attention, test, limited)
         if isinstance(backend, Rollback):
             backend.measure()
         undo.pop_all()
@@ -110,24 +120,45 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     return None
 
 
-def _page(backend: Backend, execution: str, test: bool) -> None:
+def _page(backend: Backend, execution: str, attention: str, test: bool, limited: bool) -> None:
     """Keys and values in pages, if the model computes the same with them."""
-    if isinstance(backend.cache, PagedCache):
+    if isinstance(backend.cache, PagedCache) or "pages" in backend.reasons:
         return
-    found: Paged | str | None = paged_attention.refusal(backend.facts, execution)
-    if found is None and type(backend) is not Eager:
-        found = "FlexAttention needs keys and values in one block"
-    if found is None and not test:
-        found = "there is no comparison with the model's own attention (self_test=False)"
-    if found is None:
-        with packing.one_thread(backend.facts.model):
-            found = attention_test(backend)
+    found = paged_attention.refusal(backend.facts, execution, attention, limited) or _compared(backend, test)
     if isinstance(found, str):
         backend.reasons["pages"] = found
         return
     found.use(backend)
     if found.handed is not None:
         backend.reasons["paged_attention"] = found.price
+
+
+def _pages_of_other_ways(facts: ModelFacts, execution: str, attention: str, test: bool, reasons: dict[str, str]) -> Paged | None:
+    """How keys and values lie in pages where passes are compiled, recorded or through FlexAttention, which need to know it before they are
+    made. None if they do not; ``reasons`` then says why."""
+    way = next((each for each in (execution, attention) if each in OTHER_WAYS), None)
+    if way is None:
+        return None
+    found = paged_attention.refusal(facts, execution, attention, True) or _compared(Eager(facts, None, reasons), test, OTHER_WAYS[way])
+    if isinstance(found, str):
+        reasons["pages"] = found
+        return None
+    reasons["paged_attention"] = OTHER_WAYS[way]
+    return found
+
+
+def _compared(backend: Backend, test: bool, handed: str | None = None) -> Paged | str:
+    """As :func:`attention_test`."""
+    if not test:
+        return "there is no comparison with the model's own attention (self_test=False)"
+    with packing.one_thread(backend.facts.model):
+        return attention_test(backend, handed)
+
+
+def _over_pages(backend: Way, paged: Paged | None) -> Way:
+    if paged is not None:
+        paged.use(backend)
+    return backend
 
 
 def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
@@ -152,12 +183,12 @@ def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
     return sample
 
 
-def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> Overrides | None:
+def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str], paged: Paged | None) -> Overrides | None:
     if execution != "compiled":
         return None
     why = compilation_refusal(facts.model, facts.chains_only)
     if why is None:
-        compilation = Compilation(facts.model, lambda: every_kind(Eager(facts, None, reasons)))
+        compilation = Compilation(facts.model, lambda: every_kind(_over_pages(Eager(facts, None, reasons), paged)))
         why = compilation.refused
     if why is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot be compiled: {why}; use execution='auto'")
@@ -177,7 +208,7 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
-def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str]) -> Backend | None:
+def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], paged: Paged | None) -> Backend | None:
     """Recorded passes, if they are asked for."""
     if facts.sourced:
         reasons["graphs"] = ENCODER
@@ -191,7 +222,7 @@ def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, st
         return None
     made = recorder.recorder_for(facts.device)
     if why is None and made is not None:
-        recorded = graphs.Recorded(facts, reasons, made)
+        recorded = graphs.Recorded(facts, reasons, made, paged)
         why = graphs.graph_test(recorded) if test else None
         if why is None:
             return recorded

@@ -34,19 +34,33 @@ from foredraft.tree import TokenTree
 
 NAME = "foredraft_pages"
 VECTOR = 16  # numbers; a head is a multiple of it
+ASK = "a size or a fraction as cache_memory gives it pages all the same"
 
 
-def refusal(facts: ModelFacts, execution: str) -> str | None:
-    """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it."""
+def refusal(facts: ModelFacts, execution: str, attention: str, limited: bool) -> str | None:
+    """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it.
+
+    Args:
+        execution, attention, limited: as of :func:`~foredraft.backends.choice.choose`.
+    """
     if facts.chains_only is not None:
         return facts.chains_only
     if facts.sourced:
         return "the model has an encoder"
+    if limited:
+        return None
     if execution in ("compiled", "graphs"):
-        return f"execution={execution!r} was asked for"
-    if any(each.device.type not in ("cpu", "meta") for each in facts.model.parameters()):  # packed weights leave placeholders
-        return "pages are for CPUs"
+        return f"execution={execution!r} was asked for; {ASK}"
+    if attention == "flex":
+        return f"attention='flex' was asked for; {ASK}"
+    if not on_cpu(facts.model):
+        return f"no report from a GPU shows that they are equal and as fast there; {ASK}"
     return None
+
+
+def on_cpu(model: Any) -> bool:
+    """Whether a model's weights are in main memory."""
+    return all(each.device.type in ("cpu", "meta") for each in model.parameters())  # packed weights leave placeholders
 
 
 def refusal_in_place(model: Any) -> str | None:
@@ -55,6 +69,8 @@ def refusal_in_place(model: Any) -> str | None:
         return f"its attention is {model.config._attn_implementation!r}"
     if uses_alibi(model):
         return "the model adds a bias by position to its scores"
+    if not on_cpu(model):
+        return "the kernels are for CPUs"
     return native.refusal(model.dtype)
 
 
@@ -264,9 +280,12 @@ class Paged:
 
 
 @torch.inference_mode()
-def attention_test(backend: Backend) -> Paged | str:
+def attention_test(backend: Backend, handed: str | None = None) -> Paged | str:
     """Make the same passes through the model's own attention and over pages: a chain, a tree after rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
+
+    Args:
+        handed: why the kernels are not to read pages in place, None if they may.
 
     Returns:
         How it has pages; or why it has none.
@@ -283,7 +302,7 @@ def attention_test(backend: Backend) -> Paged | str:
         kinds = kinds_of(facts.model, backend.cache.layers)
         if not serves(facts.model):
             return "the target is built where its attention cannot be compared: under autocast, with gradients or output_attentions"
-        why = refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds), expected)
+        why = handed or refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds), expected)
         if why is None:
             return Paged(kinds)
         return _compared(backend, Paged(kinds, why), expected) or Paged(kinds, why)

@@ -119,7 +119,9 @@ class Target(Passes):
         self._reused_prefix = reuse_prefix  # as it was before a drafter asked for states of whole texts
         self._state = ModelState.of(self.model)
         self._invariance: tuple[Any, str | None] = (None, None)  # the backend that was tested, and why it has none
+        limited = cache_memory is not None and parse_memory(cache_memory) is not None
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
+        self._how["limited"] = limited
         self._autocast: torch.dtype | None = None  # as it was when the rows were read
         with Turn([], [self.model], wait=wait), without_autocast(self.device):
             self._state.look({})
