@@ -1,8 +1,9 @@
 """What can only be seen on a GPU, in one command: ``make gpu``, or ``python -m benchmarks.gpu [FOLDER]``.
 
-Each stage writes its report (one JSON file) before the next begins: keyed noise against the CPU's, the tests marked ``cuda``, and the
-speed of a model of the size and shape of Llama 3.2 1B with random weights, per dtype and backend. The whole takes at most 20 minutes: a
-stage that no time is left for is reported as not run. A stage that fails is reported as failed, and the others still run.
+Each stage writes its report (one JSON file) before the next begins: keyed noise against the CPU's, the tests marked ``cuda``, and a model
+of the size and shape of Llama 3.2 1B with random weights: its speed per dtype and backend, and with its cache in pages and in one block.
+The whole takes at most 20 minutes: a stage that no time is left for is reported as not run. A stage that fails is reported as failed, and
+the others still run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from foredraft import Speculator
+from foredraft.device import wait_for
 from foredraft.logits.noise import Noise, Purpose
 
 MINUTES = 20
@@ -26,6 +28,10 @@ RESERVE = 30  # seconds that a stage needs to be begun at all
 TESTS = 8 * 60  # seconds for the tests at most
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKENDS = {"eager": {"execution": "eager"}, "graphs": {"execution": "graphs"}, "flex": {"attention": "flex"}}
+PAGES = "bfloat16"  # in which pages are timed
+PAGED = {**BACKENDS, "compiled": {"execution": "compiled"}}
+CACHES = {"block": "auto", "pages": "4GiB"}  # cache_memory of each
+ROWS = (1, 8)
 SHAPES = {"none": None, "chain(4)": "chain(4)", "product(2,2,1)": "product(2,2,1)"}
 PROMPT, NEW, REPEATS = 512, 128, 5
 LLAMA_1B = {
@@ -100,7 +106,7 @@ def speed(dtype: str, backend: str) -> Stage:
     def measure(left: float) -> dict[str, Any]:
         end = time.monotonic() + left
         model = llama_1b(NAMES[dtype])
-        ids = (torch.arange(PROMPT) % 61 + 100)[None].cuda()
+        batch = prompts(1, model.device)
         figures: dict[str, Any] = {}
         for name, shape in SHAPES.items():
             drafter = "none" if shape is None else "prompt-lookup"
@@ -109,16 +115,58 @@ def speed(dtype: str, backend: str) -> Stage:
             for repeat in range(1 + REPEATS):  # the first warms up
                 if time.monotonic() > end:
                     break
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                speculator.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-                torch.cuda.synchronize()
-                rates += [NEW / (time.perf_counter() - began)] if repeat else []
+                found = rate(speculator, batch)
+                rates += [found] if repeat else []
             used, reasons = speculator.target.execution, dict(speculator.target.reasons)
             figures[name] = {"tokens_per_second": rates, "median": statistics.median(rates) if rates else None, "execution": used}
             figures[name]["reasons"] = reasons
             speculator.close()
         return {"ok": all(each["median"] for each in figures.values()), "gpu": torch.cuda.get_device_name(), "figures": figures}
+
+    return measure
+
+
+def prompts(rows: int, device: torch.device) -> dict[str, Any]:
+    """Texts that repeat themselves; each is 40 tokens shorter than the one before, and padded."""
+    places = torch.arange(PROMPT, device=device)
+    mask = places >= 40 * torch.arange(rows, device=device)[:, None]
+    return {"input_ids": (places % 61 + 3).expand(rows, -1), "attention_mask": mask.long()}
+
+
+def rate(speculator: Speculator, batch: dict[str, Any]) -> float:
+    """New tokens of all rows per second."""
+    wait_for(speculator.target.device)
+    began = time.perf_counter()
+    speculator.generate(**batch, pad_token_id=0, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    wait_for(speculator.target.device)
+    return NEW * len(batch["input_ids"]) / (time.perf_counter() - began)
+
+
+def pages(backend: str) -> Stage:
+    """Tokens per second with the cache in pages and with it in one block, in turns, for one row and for rows of unequal lengths. ``ratio``
+    is the median of pages over block."""
+
+    def measure(left: float) -> dict[str, Any]:
+        end = time.monotonic() + left
+        models = {cache: llama_1b(NAMES[PAGES]) for cache in CACHES}  # two, because layers are compiled in place
+        figures: dict[str, Any] = {}
+        reasons: dict[str, Any] = {}
+        for name, shape in SHAPES.items():
+            how: dict[str, Any] = {"drafter": "none" if shape is None else "prompt-lookup", "shape": shape, **PAGED[backend]}
+            made = {cache: Speculator(models[cache], cache_memory=memory, **how) for cache, memory in CACHES.items()}
+            reasons = {cache: dict(speculator.target.reasons) for cache, speculator in made.items()}
+            for rows in ROWS:
+                batch, turns = prompts(rows, made["pages"].target.device), list[dict[str, float]]()
+                for turn in range(1 + REPEATS):  # the first warms up
+                    if time.monotonic() < end:
+                        found = {cache: rate(speculator, batch) for cache, speculator in made.items()}
+                        turns += [found] if turn else []
+                ratio = statistics.median(turn["pages"] / turn["block"] for turn in turns) if turns else None
+                figures[f"{name}, rows: {rows}"] = {"tokens_per_second": turns, "ratio": ratio}
+            for speculator in made.values():
+                speculator.close()
+        ok = all(each["ratio"] for each in figures.values())
+        return {"ok": ok, "gpu": torch.cuda.get_device_name(), "figures": figures, "reasons": reasons}
 
     return measure
 
@@ -136,9 +184,10 @@ def main() -> int:
         print("make gpu needs a CUDA device, and torch finds none on this machine", file=sys.stderr)
         return 1
     stages: dict[str, Stage] = {"noise": noise, "tests": tests}
-    stages.update(
-        {f"speed-{dtype}-{backend}": speed(dtype, backend) for dtype in ("bfloat16", "float16", "float32") for backend in BACKENDS}
-    )
+    for dtype in ("bfloat16", "float16", "float32"):
+        stages.update({f"speed-{dtype}-{backend}": speed(dtype, backend) for backend in BACKENDS})
+        if dtype == PAGES:
+            stages.update({f"pages-{backend}": pages(backend) for backend in PAGED})
     return 0 if run_stages(stages, Path(sys.argv[1] if len(sys.argv) > 1 else "build/gpu")) else 1
 
 

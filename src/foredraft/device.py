@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 
-def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def to_device(values: Sequence[int] | Sequence[Sequence[int]] | Tensor, device: torch.device) -> Tensor:
     """Host integers as an int64 tensor, copied without waiting for the device: a copy from memory that is not pinned would end whatever
     runs there first."""
-    host = torch.tensor(values, dtype=torch.long, device="cpu")
+    host = torch.as_tensor(values, dtype=torch.long, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

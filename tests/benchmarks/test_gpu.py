@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import tiny
 
 from benchmarks import gpu
 from benchmarks.gpu import main, run_stages
@@ -55,3 +56,21 @@ def test_without_a_gpu_it_fails_with_one_line(capsys):
     assert main() == 1
     said = capsys.readouterr()
     assert "CUDA device" in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_pages_are_timed_beside_one_block(monkeypatch):
+    """On a CPU, where both have pages."""
+    monkeypatch.setattr(gpu, "llama_1b", lambda dtype: tiny())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    for name, value in {"PROMPT": 90, "NEW": 4, "REPEATS": 2, "ROWS": (1, 2)}.items():
+        monkeypatch.setattr(gpu, name, value)
+    report = gpu.pages("eager")(60)
+    assert report["ok"] and len(report["figures"]) == 6 and set(report["reasons"]) == {"block", "pages"}
+    assert all(len(each["tokens_per_second"]) == 2 and each["ratio"] > 0 for each in report["figures"].values())
+    late = gpu.pages("eager")(-1)
+    assert not late["ok"] and all(each["ratio"] is None for each in late["figures"].values())
+
+
+def test_prompts_of_several_rows_are_of_unequal_lengths():
+    mask = gpu.prompts(3, torch.device("cpu"))["attention_mask"]
+    assert mask.sum(1).tolist() == [gpu.PROMPT, gpu.PROMPT - 40, gpu.PROMPT - 80] and bool(mask[:, -1].all())

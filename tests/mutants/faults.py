@@ -40,6 +40,7 @@ PAGED = ("tests/models/test_paged_cache.py",)
 WINDOWS = ("tests/models/test_windows.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
 HANDED = ("tests/target/test_handed_pages.py",)
+ELSEWHERE = ("tests/target/test_pages_elsewhere.py",)
 STATES = ("tests/target/test_kept_states.py",)
 STATE_PAGES = ("tests/target/test_state_pages.py",)
 ADMISSION = ("tests/test_admission.py",)
@@ -282,8 +283,18 @@ FAULTS = [
     Fault("round.py", "unread if scored is None else max(unread, len(texts[0]) - scored)", "unread", PROMPT_LOGPROBS),
     # -- pages that models are handed, and states
     Fault("page_stores.py", "if clean and page < self.made]", "if False]", HANDED),
-    Fault("page_stores.py", "neighbours = window.rows == 1 and torch.equal(", "neighbours = window.rows == 1 or torch.equal(", HANDED),
-    Fault("paged_cache.py", "                each[store.room] = 0  # filler may have gone there\n", "                pass\n", HANDED),
+    Fault("page_stores.py", "= window.rows == 1 and np.array_equal(", "= window.rows == 1 or np.array_equal(", HANDED),
+    Fault("page_stores.py", "    if filler:\n        held[-1].zero_()\n", "", HANDED),
+    # -- pages in other ways to make passes
+    Fault(
+        "page_stores.py",
+        "found[row, : pages_of(end)] = self.lines[row, : pages_of(end)]",
+        "found[row] = self.lines[row, :blocks]",
+        ELSEWHERE,
+    ),
+    Fault("block_masks.py", "return (block >= 0) & mask.mask_mod(", "return mask.mask_mod(", ELSEWHERE),
+    Fault("flex.py", "key, value = (torch.where(own, each, 0) for each in (key, value))", "pass", ELSEWHERE),
+    Fault("cache.py", "(of, out), (to, into) = moves[device]", "(to, into), (of, out) = moves[device]", ELSEWHERE),
     Fault("states.py", "            return None\n        self._use(found)\n", "            return None\n", STATES),
     Fault("states.py", "or begins(text, state.tokens, most)):", "or len(state.tokens) <= most):", STATES),
     Fault("states.py", "and (len(self._order) > KEPT if", "and (False if", STATES),

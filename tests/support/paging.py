@@ -92,3 +92,13 @@ def stored(cache, row, length):
             else:
                 found.append(held[row, :, :length])
     return found
+
+
+def texts_of(session, prompts, parameters):
+    """What each row writes when all are added at once."""
+    slots = [session.add(prompt, each) for prompt, each in zip(prompts, parameters)]
+    found = {slot: [] for slot in slots}
+    while session.live:
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    return list(found.values())

@@ -18,18 +18,17 @@ LARGEST = 1 << 21  # weights of a model of which this is told; others are used o
 patching = False  # whether the test that runs may have patched what the self-test would find
 
 
-def once(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def once(test: Callable[..., Any]) -> Callable[..., Any]:
     passed: dict[Any, Any] = {}
 
     @wraps(test)
-    def self_test(backend: Any) -> Any:
+    def self_test(backend: Any, *given: Any) -> Any:
         key = None if patching or backend.overrides is not None else same(backend)
-        if key is None or key not in passed:
-            found = test(backend)
-            if key is None:
-                return found
-            passed[key] = found
-        return passed[key]
+        if key is None:
+            return test(backend, *given)
+        if (key, given) not in passed:
+            passed[key, given] = test(backend, *given)
+        return passed[key, given]
 
     return self_test
 

@@ -5,14 +5,13 @@ How torch traces the layers does not depend on what compiles the traces, so most
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch._inductor.config
 from architectures import ARCHITECTURES, build
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch._dynamo.utils import counters
+from tracing import trace
 
 from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import compilation
@@ -37,13 +36,6 @@ def traced_once():
 @pytest.fixture
 def traced(monkeypatch):
     trace(monkeypatch)
-
-
-def trace(monkeypatch):
-    """Graphs run as torch's own operations; tracing, guards and recompilation are the real ones."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(compilation.torch, "compile", functools.partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(compilation, "_no_compiler", lambda: None)
 
 
 def of(family, dtype=torch.float32):
@@ -166,17 +158,18 @@ def test_without_a_compiler():
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("family", "dtype"),
+    ("family", "dtype", "memory"),
     [
-        ("llama", torch.float32), ("llama", torch.bfloat16), ("qwen3_moe", torch.float32), ("gemma3_text", torch.bfloat16),
-        ("deepseek_v2", torch.float32),
+        ("llama", torch.float32, "auto"), ("llama", torch.bfloat16, "auto"), ("qwen3_moe", torch.float32, "auto"),
+        ("gemma3_text", torch.bfloat16, "auto"), ("deepseek_v2", torch.float32, "auto"), ("gemma3_text", torch.float32, "64MiB"),
     ],
 )  # fmt: skip
 @pytest.mark.nightly
 @torch.inference_mode()
-def test_compiled_for_this_machine(family, dtype):
+def test_compiled_for_this_machine(family, dtype, memory):
     torch._dynamo.reset()
-    target = Target(of(family, dtype), execution="compiled")
+    target = Target(of(family, dtype), execution="compiled", cache_memory=memory)
+    assert bool(target.pools) == (memory != "auto")
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = steps(target)
     assert_close(found, steps(Target(of(family, dtype), execution="eager")), dtype)

@@ -748,12 +748,12 @@ def bake_positions(monkeypatch):
     real = StaticPass.__call__
     held: dict[tuple, torch.Tensor] = {}
 
-    def call(self, tokens, roots, first, depths, ancestors, span):
+    def call(self, tokens, roots, *others):
         numbers = (
             [int(each) for each in roots.flatten()[:1]] if not torch.utils._python_dispatch._get_current_dispatch_mode() else held["n"]
         )
         held["n"] = numbers
-        return real(self, tokens, torch.zeros_like(roots) + numbers[0], first, depths, ancestors, span)
+        return real(self, tokens, torch.zeros_like(roots) + numbers[0], *others)
 
     monkeypatch.setattr(StaticPass, "__call__", call)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from cover import nightly_but
-from paging import close, read, text, through
+from paging import close, read, text, texts_of, through
 
 from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.backends import native
@@ -61,8 +61,10 @@ def test_a_row_whose_pages_are_neighbours_is_handed_a_view():
     store, layer = handed.cache.stores[0], handed.cache.layers[0]
     read(handed, [text(100, 1)])
     for first, last in ((0, 1), (1, 2), (0, 2)):
-        lengths, store.reading = handed.lengths[first:last], None
-        keys = store.read(layer.keys, Window(first, last, tuple(lengths), 1))
+        lengths = handed.lengths[first:last]
+        slots = torch.tensor(lengths)[:, None]
+        places = store.locate(Window(first, last, tuple(lengths), 1), torch.arange(first, last)[:, None], slots)
+        keys = places.read(layer.keys, max(lengths) + 1)
         assert (keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()) == (last == first + 1)
         for row, (table, length) in enumerate(zip(store.tables[first:last], lengths)):
             assert torch.equal(keys[row, :, :length], layer.keys[table].transpose(0, 1).flatten(1, 2)[:, :length])
@@ -109,12 +111,3 @@ def test_keyed_texts_within_a_budget_are_those_of_plain_decoding(name):
     session = tight.session()
     assert texts_of(session, prompts, parameters) == wanted
     assert session.memory.set_aside > 0 and session.memory.held == 0
-
-
-def texts_of(session, prompts, parameters):
-    slots = [session.add(prompt, each) for prompt, each in zip(prompts, parameters)]
-    found = {slot: [] for slot in slots}
-    while session.live:
-        for commit in session.step():
-            found[commit.slot] += commit.tokens
-    return list(found.values())

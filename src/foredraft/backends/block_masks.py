@@ -3,11 +3,13 @@
 A query sees the prefix, and those slots whose node's bit is set in its words of ancestor bits. Windows are
 transformers' own mask functions over positions, as in masks.py. No tensor is as large as nodes x slots, except for windows, whose blocks
 are found by evaluating them once per pass and layer type. Shapes are padded to a few buckets: one compiled kernel serves many rounds.
+
+Where keys and values are in pages, a block of the mask is a page, and the mask function looks up which slots of a row a page holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from foredraft.models.cache import Window
+from foredraft.models.pages import PAGE
 from foredraft.tree import TokenTree, static_ancestors
 
 NAME = "foredraft_flex"
@@ -64,6 +67,7 @@ class TreeMask:
         starts: ``[R]`` int32, the slot of each row's root.
         before: nodes of the tree that earlier passes wrote.
         span: slots that the keys span.
+        block: slots per block.
         padded: ``[R, Q]`` int32 positions of the queries.
         positions: ``[R, T]`` int32 positions of all nodes so far, None for a chain: its slots are its positions.
         bits: ``[R, Q, T / 64]`` int64; bit ``j`` of a query's words says that node ``j`` is its ancestor or itself. None for a chain.
@@ -73,6 +77,7 @@ class TreeMask:
     starts: Tensor
     before: int
     span: int
+    block: int
     padded: Tensor
     positions: Tensor | None
     bits: Tensor | None
@@ -118,25 +123,25 @@ class TreeMask:
     def whole(self) -> BlockMask:
         """The mask of layers without a window. Its blocks follow from ``starts``, so the mask function is not evaluated here."""
         ends = self._ends
-        blocks = torch.arange(self.span // BLOCK, dtype=torch.int32, device=ends.device)
-        full = (self.starts // BLOCK)[:, None].expand_as(ends)  # blocks that lie in the prefix
-        partial = (ends + BLOCK - 1) // BLOCK - full
+        blocks = torch.arange(self.span // self.block, dtype=torch.int32, device=ends.device)
+        full = (self.starts // self.block)[:, None].expand_as(ends)  # blocks that lie in the prefix
+        partial = (ends + self.block - 1) // self.block - full
         listed = (full[..., None] + blocks).clamp(max=len(blocks) - 1)
         return self._block_mask(self.visible(), partial, listed, full, blocks.expand(*full.shape, -1))
 
     def windowed(self, window: Mask) -> BlockMask:
         """The mask of layers with a window, which is evaluated once to find the blocks that any query sees."""
         visible, within = self.visible(), self.within(window)
-        device, count = self.starts.device, self.span // BLOCK
+        device, count, block = self.starts.device, self.span // self.block, self.block
         rows = torch.arange(len(self.starts), device=device)[:, None, None]
         zero = torch.zeros(1, 1, 1, dtype=torch.long, device=device)
         slots = torch.arange(self.span, device=device)[None, None]
         seen = within(rows, zero, torch.arange(self.padded.shape[1], device=device)[None, :, None], slots)  # [R, Q, span]
         height = min(BLOCK, self.padded.shape[1])
-        seen = seen.expand(len(rows), -1, -1).reshape(len(rows), -1, height, count, BLOCK)  # blocks by blocks
+        seen = seen.expand(len(rows), -1, -1).reshape(len(rows), -1, height, count, block)  # blocks by blocks
         blocks = torch.arange(count, device=device)
-        written = BLOCK * blocks < self._ends[..., None]  # [R, query blocks, slot blocks]
-        full = seen.all(4).all(2) & (BLOCK * (blocks + 1) <= self.starts[:, None, None])
+        written = block * blocks < self._ends[..., None]  # [R, query blocks, slot blocks]
+        full = seen.all(4).all(2) & (block * (blocks + 1) <= self.starts[:, None, None])
         partial = seen.any(4).any(2) & written & ~full
         return self._block_mask(lambda b, h, q, k: visible(b, h, q, k) & within(b, h, q, k), *_listed(partial), *_listed(full))
 
@@ -148,18 +153,44 @@ class TreeMask:
 
     def _block_mask(self, mask: Mask, partial: Tensor, listed: Tensor, full: Tensor, listed_full: Tensor) -> BlockMask:
         lists = [each[:, None].to(torch.int32).contiguous() for each in (partial, listed, full, listed_full)]
-        made = BlockMask.from_kv_blocks(
-            lists[0],
-            lists[1],
-            lists[2],
-            lists[3],
-            BLOCK_SIZE=(BLOCK, BLOCK),
-            mask_mod=mask,
-            seq_lengths=(self.padded.shape[1], self.span),
-            compute_q_blocks=False,
-        )
-        made.ndim = 4  # type: ignore[attr-defined]  # gpt2 asks whether its mask has four dimensions, as this one has
-        return made
+        return made_of(lists, self.block, mask, self.padded.shape[1], self.span)
+
+
+def made_of(lists: Sequence[Tensor], block: int, mask: Mask, queries: int, slots: int) -> BlockMask:
+    """A block mask from the ``lists`` of :meth:`BlockMask.from_kv_blocks`, with ``block`` slots per block."""
+    made = BlockMask.from_kv_blocks(
+        lists[0],
+        lists[1],
+        lists[2],
+        lists[3],
+        BLOCK_SIZE=(BLOCK, block),
+        mask_mod=mask,
+        seq_lengths=(queries, slots),
+        compute_q_blocks=False,
+    )
+    made.ndim = 4  # type: ignore[attr-defined]  # gpt2 asks whether its mask has four dimensions, as this one has
+    return made
+
+
+def in_pages(mask: BlockMask, table: Tensor, holds: Tensor) -> BlockMask:
+    """``mask``, whose blocks are pages, over all pages there are instead of the slots of each row.
+
+    Args:
+        table: ``[R, blocks]`` the pages of each row.
+        holds: ``[R, pages]`` which block of a row a page is, negative if it is none.
+    """
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
+        block = holds[row, slot // PAGE]
+        return (block >= 0) & mask.mask_mod(row, head, query, block.clamp(min=0) * PAGE + slot % PAGE)
+
+    def pages(blocks: Tensor | None) -> Tensor:
+        assert blocks is not None
+        return table.gather(1, blocks.flatten(1).long()).view(blocks.shape).to(torch.int32)
+
+    assert mask.full_kv_num_blocks is not None
+    lists = (mask.kv_num_blocks, pages(mask.kv_indices), mask.full_kv_num_blocks, pages(mask.full_kv_indices))
+    return made_of(lists, PAGE, seen, mask.seq_lengths[0], PAGE * holds.shape[1])
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,8 +198,9 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1), blocks.byte().argsort(dim=-1, descending=True, stable=True)
 
 
-def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
-    """The mask of ``tree`` after each row's prefix; ``positions`` from :meth:`Eager.positions`, of all nodes or of this pass's."""
+def tree_mask(tree: TokenTree, window: Window, positions: Tensor, block: int = BLOCK) -> TreeMask:
+    """The mask of ``tree`` after each row's prefix; ``positions`` from :meth:`Eager.positions`, of all nodes or of this pass's. Its blocks
+    have so many slots."""
     starts = torch.tensor(window.starts, dtype=torch.int32, device=positions.device) - window.before
     queries = positions[:, -window.nodes :]
     padded = torch.cat([queries, queries[:, -1:].expand(-1, queries_of(window.nodes) - window.nodes)], 1).to(torch.int32)
@@ -179,7 +211,7 @@ def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
         else:
             bits = packed(tree.ancestors, window.before)
         nodes = pad(positions, (0, WORD * bits.shape[2] - tree.nodes)).to(torch.int32)
-    return TreeMask(queries, starts, window.before, span_of(max(window.starts) + window.nodes), padded, nodes, bits)
+    return TreeMask(queries, starts, window.before, span_of(max(window.starts) + window.nodes), block, padded, nodes, bits)
 
 
 def packed(ancestors: Tensor, before: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,7 +35,14 @@ EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
 ATTENTIONS = ("auto", "model", "flex")
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
 ENCODER = "the model has an encoder, and passes of such models are packed or eager"
+OTHER_WAYS = {
+    "compiled": "compiled layers copy keys and values from their pages in every pass",
+    "graphs": "recorded passes copy keys and values from their pages",
+    "flex": "FlexAttention reads pages in place, and passes that need no mask copy keys and values from their pages",
+}
 UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
+
+Way = TypeVar("Way", bound=Backend)
 
 
 def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int, paged: bool) -> Backend:
@@ -60,26 +68,27 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         raise ConfigurationError(f"passes of {describe(facts.model)} cannot be {execution}: {ENCODER}; use execution='auto'")
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
-    overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
+    pages = _pages_of_other_ways(facts, execution, attention, test, reasons) if paged else None
+    overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, pages)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
         if overrides is not None:
             undo.callback(overrides.undo)
-        backend: Backend = Eager(facts, overrides, reasons)
+        backend: Backend = _over_pages(Eager(facts, overrides, reasons), pages)
         if facts.chains_only is not None and not facts.sourced:
             backend = Rollback(facts, overrides, reasons, chunk)
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
-        backend = _record(facts, execution, test, reasons) or backend
+        backend = _record(facts, execution, test, reasons, pages) or backend
         if attention == "flex":
-            flexed = flex.Flexed(facts, reasons)
+            flexed = _over_pages(flex.Flexed(facts, reasons), pages)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
                 raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
             backend = flexed
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
-        _page(backend, execution, test, paged)
+        _page(backend, execution, attention, test, paged)
         if isinstance(backend, Rollback):
             backend.measure()
         undo.pop_all()
@@ -110,26 +119,45 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     return None
 
 
-def _page(backend: Backend, execution: str, test: bool, paged: bool) -> None:
+def _page(backend: Backend, execution: str, attention: str, test: bool, paged: bool) -> None:
     """Keys and values in pages, if the model computes the same with them."""
-    if isinstance(backend.cache, PagedCache) or isinstance(backend, Rollback):
+    if isinstance(backend.cache, PagedCache) or isinstance(backend, Rollback) or "pages" in backend.reasons:
         return
-    found: Paged | str | None = paged_attention.refusal(backend.facts, execution)
-    if found is None and backend.facts.sourced and not paged:
-        found = "the model has an encoder, and each pass would copy what it reads; a size of cache_memory asks for that"
-    if found is None and type(backend) is not Eager:
-        found = "FlexAttention needs keys and values in one block"
-    if found is None and not test:
-        found = "there is no comparison with the model's own attention (self_test=False)"
-    if found is None:
-        with packing.one_thread(backend.facts.model):
-            found = attention_test(backend)
+    found = paged_attention.refusal(backend.facts, execution, attention, paged) or _compared(backend, test)
     if isinstance(found, str):
         backend.reasons["pages"] = found
         return
     found.use(backend)
     if found.handed is not None:
         backend.reasons["paged_attention"] = found.price
+
+
+def _pages_of_other_ways(facts: ModelFacts, execution: str, attention: str, test: bool, reasons: dict[str, str]) -> Paged | None:
+    """How keys and values lie in pages where passes are compiled, recorded or through FlexAttention, which need to know it before they are
+    made. None if they do not; ``reasons`` then says why."""
+    way = next((each for each in (execution, attention) if each in OTHER_WAYS), None)
+    if way is None:
+        return None
+    found = paged_attention.refusal(facts, execution, attention, True) or _compared(Eager(facts, None, reasons), test, OTHER_WAYS[way])
+    if isinstance(found, str):
+        reasons["pages"] = found
+        return None
+    reasons["paged_attention"] = OTHER_WAYS[way]
+    return found
+
+
+def _compared(backend: Backend, test: bool, handed: str | None = None) -> Paged | str:
+    """As :func:`attention_test`."""
+    if not test:
+        return "there is no comparison with the model's own attention (self_test=False)"
+    with packing.one_thread(backend.facts.model):
+        return attention_test(backend, handed)
+
+
+def _over_pages(backend: Way, pages: Paged | None) -> Way:
+    if pages is not None:
+        pages.use(backend)
+    return backend
 
 
 def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
@@ -154,12 +182,12 @@ def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
     return sample
 
 
-def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> Overrides | None:
+def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str], pages: Paged | None) -> Overrides | None:
     if execution != "compiled":
         return None
     why = compilation_refusal(facts.model, facts.chains_only)
     if why is None:
-        compilation = Compilation(facts.model, lambda: every_kind(Eager(facts, None, reasons)))
+        compilation = Compilation(facts.model, lambda: every_kind(_over_pages(Eager(facts, None, reasons), pages)))
         why = compilation.refused
     if why is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot be compiled: {why}; use execution='auto'")
@@ -179,7 +207,7 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
-def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str]) -> Backend | None:
+def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], pages: Paged | None) -> Backend | None:
     """Recorded passes, if they are asked for."""
     if facts.sourced:
         reasons["graphs"] = ENCODER
@@ -193,7 +221,7 @@ def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, st
         return None
     made = recorder.recorder_for(facts.device)
     if why is None and made is not None:
-        recorded = graphs.Recorded(facts, reasons, made)
+        recorded = graphs.Recorded(facts, reasons, made, pages)
         why = graphs.graph_test(recorded) if test else None
         if why is None:
             return recorded

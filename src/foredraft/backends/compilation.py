@@ -2,9 +2,9 @@
 
 What changes from step to step, the length of the context, the number of nodes and of rows and which layer it is, must not be part of a
 graph, or each step would wait for a compiler. Therefore layers are compiled, not the model: a graph takes the layer's weights,
-its buffers of the cache, a mask and the slots to write to as inputs, with dynamic sizes. torch specializes on sizes of one, so single
-tokens and several, one row and several have graphs of their own, all of them made when the target is built. Freezing,
-which makes weights constants of a graph, would take one graph per layer.
+its buffers of the cache, a mask and the slots to write to as inputs, with dynamic sizes; of a cache in pages, also the pages that rows
+write and read. torch specializes on sizes of one, so single tokens and several, one row and several have graphs of their own, all of them
+made when the target is built. Freezing, which makes weights constants of a graph, would take one graph per layer.
 
 ``forward`` is overridden on single layers, and :meth:`Compilation.undo` undoes that. Layers of one kind differ only in their
 ``layer_idx``, which torch compiles in as a constant where it is used; the cache inside a graph ignores it.
@@ -16,6 +16,7 @@ import inspect
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,12 @@ from foredraft.errors import first_line
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import STRUCTURE, Kind, ModelState, Override, hooks_of, take_back
 from foredraft.models.layers import decoder_layers
+from foredraft.models.page_stores import Places, gathered, put
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.positions import tuned_layers
 from foredraft.models.skips import LeftOut
 
+PAGES = 2  # fewest in a graph's table, because torch specializes on one
 NODES = 64  # most tokens per row of a compiled pass; with more, arithmetic takes the time, and the model's own layers are as fast
 
 Passes = Callable[[], list[Tensor]]
@@ -116,16 +120,28 @@ class Shared:
 
     def __init__(self, masks: bool):
         self.masks = masks
-        self._slots: tuple[object, Tensor] = (None, torch.empty(0))
+        self._slots: tuple[object, tuple[Tensor, ...]] = (None, ())
+        self._pages: WeakKeyDictionary[Places, tuple[Tensor, ...]] = WeakKeyDictionary()
         self._mask: tuple[object, Tensor] = (None, torch.empty(0))
         self._positions: tuple[object, Tensor] = (None, torch.empty(0))
 
-    def slots(self, window: Window, device: torch.device) -> Tensor:
+    def slots(self, window: Window, device: torch.device) -> tuple[Tensor, ...]:
         """``[R, N]``: where the keys of each node go."""
-        if window is not self._slots[0] or self._slots[1].device != device:
+        if window is not self._slots[0] or self._slots[1][0].device != device:
             starts = torch.tensor(window.starts, device=device)
-            self._slots = window, starts[:, None] + torch.arange(window.nodes, device=device)
+            self._slots = window, (starts[:, None] + torch.arange(window.nodes, device=device),)
         return self._slots[1]
+
+    def pages(self, places: Places) -> tuple[Tensor, ...]:
+        """The page of each node, its slot in the page, and the pages that rows read."""
+        found = self._pages.get(places)
+        if found is None:
+            rows, blocks = places.table.shape
+            table = places.table.new_zeros(rows, max(blocks, PAGES))
+            table[:, :blocks] = places.table
+            torch._dynamo.maybe_mark_dynamic(table, 1)  # or torch would take it for equal to another size that it happens to have
+            self._pages[places] = found = places.pages, places.slots, table
+        return found
 
     def mask(self, given: Tensor | None, window: Window, device: torch.device) -> Tensor:
         """``given`` ``[R or 1, 1, N, L]`` for all rows, contiguous; None is a mask that hides nothing."""
@@ -162,40 +178,50 @@ class CompiledLayer(Override):
         x, mask, shared = given.get(self.names[0]), given.get("attention_mask"), self.owner.shared
         if ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        window, keys, values = ready
+        window, keys, values, slots = ready
         rest = {key: value for key, value in given.items() if key not in (name, "attention_mask")}
         if isinstance(rest.get("position_ids"), Tensor):
             rest["position_ids"] = shared.positions(rest["position_ids"])
         run = self.owner.run((window.rows == 1, window.nodes == 1))
-        return run(self.layer, name, rest, keys, values, shared.slots(window, x.device), shared.mask(mask, window, x.device))
+        return run(self.layer, name, rest, keys, values, slots, shared.mask(mask, window, x.device))
 
-    def _ready(self, cache: TreeCache) -> tuple[Window, Tensor, Tensor] | None:
-        """This layer's keys and values ``[R, heads, capacity, size]`` for the rows of the pass; None if they must be allocated or enlarged
-        first, which a pass through the model's own layers does."""
+    def _ready(self, cache: TreeCache) -> tuple[Window, Tensor, Tensor, tuple[Tensor, ...]] | None:
+        """This layer's keys and values, and where the pass finds its slots in them: ``[R, heads, capacity, size]`` for the rows of the pass
+        and :meth:`Shared.slots`, or all pages and :meth:`Shared.pages`. None if they must be allocated or enlarged first, which a pass
+        through the model's own layers does."""
         window = cache.window
-        if window is None or self.index >= len(cache.layers):
+        if window is None or self.index >= len(cache.layers) or not cache.fits(layer := cache.layers[self.index]):
             return None
-        keys, values = cache.layers[self.index].keys, cache.layers[self.index].values
-        if keys.shape[0] < cache.row_capacity or keys.shape[2] < cache.capacity:
-            return None
-        return window, keys[window.first : window.last], values[window.first : window.last]
+        keys, values, shared = layer.keys, layer.values, self.owner.shared
+        if isinstance(cache, PagedCache):
+            for each in (keys, values):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+            store = next(store for store in cache.stores if layer in store.layers)
+            return window, keys, values, shared.pages(cache.places(store, keys.device))
+        return window, keys[window.first : window.last], values[window.first : window.last], shared.slots(window, keys.device)
 
 
 class Buffers:
-    """The cache inside a graph: one layer's buffers."""
+    """The cache inside a graph: one layer's buffers. ``slots`` are those of :meth:`Shared.slots` or :meth:`Shared.pages`."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, width: int):
+    def __init__(self, keys: Tensor, values: Tensor, slots: tuple[Tensor, ...], width: int):
         self.keys, self.values, self.slots, self.width = keys, values, slots, width
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As :meth:`TreeCache.update`."""
-        rows = torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
-        self.keys[rows, :, self.slots] = keys.transpose(1, 2)
-        self.values[rows, :, self.slots] = values.transpose(1, 2)
-        return self.keys[:, :, : self.width], self.values[:, :, : self.width]
+        if len(self.slots) == 1:
+            (slots,) = self.slots
+            rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+            self.keys[rows, :, slots] = keys.transpose(1, 2)
+            self.values[rows, :, slots] = values.transpose(1, 2)
+            return self.keys[:, :, : self.width], self.values[:, :, : self.width]
+        pages, slots, table = self.slots
+        put(self.keys, keys, pages, slots)
+        put(self.values, values, pages, slots)
+        return gathered(self.keys, table)[:, :, : self.width], gathered(self.values, table)[:, :, : self.width]
 
 
-def step(layer: nn.Module, cache: str, rest: dict[str, Any], keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor) -> Any:
+def step(layer: nn.Module, cache: str, rest: dict[str, Any], keys: Tensor, values: Tensor, slots: tuple[Tensor, ...], mask: Tensor) -> Any:
     """One layer over ``rest``, the arguments other than the cache and the mask. This is what is compiled."""
     return type(layer).forward(layer, **rest, **{cache: Buffers(keys, values, slots, mask.shape[-1]), "attention_mask": mask})
 

@@ -1,7 +1,8 @@
 """Tree attention through FlexAttention: a block mask made from the tree, and grouped keys that are never repeated.
 
 transformers' sdpa path takes a boolean mask ``[R, 1, N, W]`` and, with any mask, repeats the keys and values of grouped heads in
-memory. FlexAttention takes the mask as a function (block_masks.py), reads grouped heads in place, and reads no block after the tree.
+memory. FlexAttention takes the mask as a function (block_masks.py), reads grouped heads in place, and reads no block after the tree. Keys
+and values in pages are read where they lie: the mask function finds out which slots of a row a page holds.
 
 The attention function is registered under its own name, and a model uses it during a pass only. On CUDA it is compiled;
 elsewhere torch runs it uncompiled, which is slow and exact. It is used on request only: no report from a GPU shows that it is faster.
@@ -22,11 +23,14 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
 from foredraft.backends.base import ForwardPass, PassOutput, differs, failure, tree_window
-from foredraft.backends.block_masks import NAME, spanned, tree_mask
+from foredraft.backends.block_masks import BLOCK, NAME, in_pages, spanned, tree_mask
 from foredraft.backends.eager import Eager
 from foredraft.backends.self_test import SMALLEST, Trial, texts_of_test
 from foredraft.models.cache import Window
 from foredraft.models.masks import MaskBuilder, MaskInputs
+from foredraft.models.page_stores import PageStore
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PAGE
 from foredraft.models.positions import uses_alibi
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
@@ -112,7 +116,8 @@ def attend(
     position_bias: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function in transformers' interface. ``query`` ``[R, H, N, D]``; ``key``, ``value`` ``[R, groups, span, D]``.
+    """An attention function in transformers' interface. ``query`` ``[R, H, N, D]``; ``key``, ``value`` ``[R, groups, span, D]``, or what
+    :meth:`Flexed.write` returned.
 
     Raises:
         NotImplementedError: an option that has no counterpart here.
@@ -128,6 +133,9 @@ def attend(
         query = pad(query, (0, 0, 0, queries - nodes))
     run = compiled_kernel() if backend.compiled else kernel
     options = kernel_options(queries, query.shape[1], key.shape[1])
+    if isinstance(backend.cache, PagedCache):
+        key, value, attention_mask = backend.over_pages(key, value, attention_mask)
+        options = {**(options or {}), "BLOCK_N": PAGE}
     found = run(query, key, value, attention_mask, scaling, softcap, s_aux is not None, options)
     if s_aux is not None:  # a sink is one more score under the softmax, without a value
         found, aux = found
@@ -162,6 +170,8 @@ class Flexed(Eager):
         configs = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
         self._masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype, builder=NAME)
+        self._written: dict[int, tuple[Tensor, PageStore]] = {}  # by the id of the keys that layers were given
+        self._paged: dict[tuple[PageStore, int], tuple[Tensor, Any]] = {}  # by the id of a mask: which pages are a row's, and its mask
 
     def forward(self, given: ForwardPass) -> PassOutput:
         from torch._dynamo.exc import FailOnRecompileLimitHit  # takes a second to import
@@ -186,7 +196,36 @@ class Flexed(Eager):
 
     def masks(self, tree: TokenTree, window: Window, positions: Tensor) -> Any:
         """A block mask, or one per layer type, for the spanned ``window``, which the cache has entered."""
-        return self._masks(tree_mask(tree, window, positions), self.cache)
+        block = PAGE if isinstance(self.cache, PagedCache) else BLOCK
+        return self._masks(tree_mask(tree, window, positions, block), self.cache)
+
+    def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``[R, heads, N, size]`` at the window's slots of a layer; returns all its pages, ``[1, heads, slots, size]``."""
+        store, layer = self.cache.write(layer_idx, keys, values), self.cache.layers[layer_idx]
+        found, others = (held.transpose(0, 1).flatten(1, 2)[None] for held in (layer.keys, layer.values))
+        self._written[id(found)] = found, store
+        return found, others
+
+    def over_pages(self, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor, Any]:
+        """What :meth:`write` returned, and the block mask ``mask`` over it.
+
+        Raises:
+            NotImplementedError: keys that no layer has cached.
+        """
+        if (found := self._written.get(id(key))) is None:
+            raise NotImplementedError("a layer attends over other keys than those that it has cached")
+        store = found[1]
+        if (store, id(mask)) not in self._paged:
+            table = self.cache.places(store, key.device).table
+            holds = table.new_full((len(table), store.room + 1), -1)
+            holds.scatter_(1, table, torch.arange(table.shape[1], device=key.device).expand_as(table))
+            holds[:, -1] = -1  # stands for pages that a row lacks
+            self._paged[store, id(mask)] = holds, in_pages(mask, table, holds)
+        holds, mask = self._paged[store, id(mask)]
+        if not self.compiled:  # then torch reads every page, whatever blocks the mask lists
+            own = (holds >= 0).repeat_interleave(PAGE, 1)[:, None, :, None]
+            key, value = (torch.where(own, each, 0) for each in (key, value))
+        return key, value, mask
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -194,9 +233,14 @@ class Flexed(Eager):
         before = [config.__dict__["_attn_implementation_internal"] for config in self._configs]
         for config in self._configs:
             config.__dict__.update(_attn_implementation_internal=NAME, foredraft_flex=self)
+        if isinstance(self.cache, PagedCache):
+            self.cache.reader = self
         try:
             yield
         finally:
+            if isinstance(self.cache, PagedCache):
+                self.cache.reader = None
+            self._written, self._paged = {}, {}
             for config, implementation in zip(self._configs, before):
                 config.__dict__["_attn_implementation_internal"] = implementation
                 del config.__dict__["foredraft_flex"]

@@ -19,12 +19,14 @@ import torch
 from foredraft.backends import recorder as recorders
 from foredraft.backends.base import ForwardPass, PassOutput, differs, failure
 from foredraft.backends.eager import Eager
+from foredraft.backends.paged_attention import Paged
 from foredraft.backends.recorder import CudaRecorder, Outputs
 from foredraft.backends.self_test import SMALLEST, Trial, some_text
 from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import hooks_of
 from foredraft.models.features import Features
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
@@ -112,9 +114,7 @@ class Recordings:
         if buffers != self._buffers:
             self.drop()
             written = cache.written
-            self._ready = bool(written) and all(
-                len(layer.keys) >= cache.row_capacity and layer.keys.shape[2] >= cache.capacity for layer in written
-            )
+            self._ready = bool(written) and all(map(cache.fits, written))
             self._buffers = buffers
         return self._ready and self.refused is None and torch.is_inference_mode_enabled() and not any(self._hooks)
 
@@ -196,7 +196,9 @@ class Recordings:
         return None
 
     def rows(self, rows: int) -> int:
-        """Rows of the bucket for ``rows``, as far as the buffers reach."""
+        """Rows of the bucket for ``rows``, as far as the buffers reach; filler has no pages."""
+        if isinstance(self.cache, PagedCache):
+            return rounded(rows, ROWS)
         return min(rounded(rows, ROWS), max(rows, self.cache.row_capacity))
 
     def span(self, end: int) -> int | None:
@@ -220,12 +222,15 @@ class Recorded(Eager):
     Args:
         facts, reasons: as in :class:`~foredraft.backends.base.Backend`.
         recorder: what makes recordings on this device.
+        paged: how keys and values lie in pages; None if they do not.
     """
 
     warm_up = PATIENCE + TRIALS
 
-    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder):
+    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder, paged: Paged | None = None):
         super().__init__(facts, None, reasons)
+        if paged is not None:
+            paged.use(self)
         self.recordings = Recordings(facts, self.cache, reasons, recorder)
 
     @property

@@ -35,16 +35,27 @@ from foredraft.tree import TokenTree
 
 NAME = "foredraft_pages"
 VECTOR = 16  # numbers; a head is a multiple of it
+ASK = "a size or a fraction as cache_memory gives it pages all the same"
 
 
-def refusal(facts: ModelFacts, execution: str) -> str | None:
-    """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it."""
+def refusal(facts: ModelFacts, execution: str, attention: str, paged: bool) -> str | None:
+    """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it.
+
+    Args:
+        execution, attention, paged: as of :func:`~foredraft.backends.choice.choose`.
+    """
     if facts.chains_only is not None:
         return facts.chains_only
+    if paged and (on_cpu(facts.model) or not facts.sourced):
+        return None
     if execution in ("compiled", "graphs"):
-        return f"execution={execution!r} was asked for"
+        return f"execution={execution!r} was asked for; {ASK}"
+    if attention == "flex":
+        return f"attention='flex' was asked for; {ASK}"
+    if facts.sourced:
+        return f"the model has an encoder, and each pass would copy what it reads; {ASK}" if on_cpu(facts.model) else "the model has an encoder"
     if not on_cpu(facts.model):
-        return "pages are for CPUs"
+        return f"no report from a GPU shows that they are equal and as fast there; {ASK}"
     return None
 
 
@@ -61,6 +72,8 @@ def refusal_in_place(model: Any) -> str | None:
         return "the model has an encoder"
     if uses_alibi(model):
         return "the model adds a bias by position to its scores"
+    if not on_cpu(model):
+        return "the kernels are for CPUs"
     return native.refusal(model.dtype)
 
 
@@ -273,9 +286,12 @@ class Paged:
 
 
 @torch.inference_mode()
-def attention_test(backend: Backend) -> Paged | str:
+def attention_test(backend: Backend, handed: str | None = None) -> Paged | str:
     """Make the same passes through the model's own attention and over pages: a chain, a tree after rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
+
+    Args:
+        handed: why the kernels are not to read pages in place, None if they may.
 
     Returns:
         How it has pages; or why it has none.
@@ -293,7 +309,7 @@ def attention_test(backend: Backend) -> Paged | str:
         run_bytes = backend.cache.sources[0].page_bytes if facts.sourced else 0
         if not serves(facts.model):
             return "the target is built where its attention cannot be compared: under autocast, with gradients or output_attentions"
-        why = refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds, run_bytes), expected)
+        why = handed or refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds, run_bytes), expected)
         if why is None:
             return Paged(kinds, run_bytes)
         return _compared(backend, Paged(kinds, run_bytes, why), expected) or Paged(kinds, run_bytes, why)

@@ -2,13 +2,14 @@
 
 All that changes from pass to pass is in tensors: the tokens, the slots of the trees' roots, the number of earlier nodes, the depths and
 the ancestors of the nodes. Positions, masks and the slots that keys are written to are derived from them inside the pass, for a fixed
-span of slots. The cache's own buffers are read and written in place.
+span of slots. The cache's own buffers are read and written in place. Where they are pages, the rows' tables are tensors too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.features import Features
 from foredraft.models.masks import KnownMaskInputs
+from foredraft.models.page_stores import PageStore, gathered, put
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PAGE
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
@@ -39,7 +43,16 @@ class StaticPass:
         self.call = ModelCall(facts)
         self.features: Features | None = None
 
-    def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> PassOutput:
+    def __call__(
+        self,
+        tokens: Tensor,
+        roots: Tensor,
+        first: Tensor,
+        depths: Tensor,
+        ancestors: Tensor,
+        span: int,
+        tables: Mapping[PageStore, Tensor] = MappingProxyType({}),
+    ) -> PassOutput:
         """Logits ``[R, N, V]`` after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
 
         Args:
@@ -48,6 +61,7 @@ class StaticPass:
             depths: ``[R or 1, T]`` of all nodes so far and more.
             ancestors: ``[R or 1, N, T]`` bool, of the nodes of this pass; every node is its own.
             span: slots that keys are read from; every slot that is written lies inside.
+            tables: of a cache in pages, by kind of layer: ``[R, span / PAGE]`` the pages of each row.
         """
         (rows, nodes), total = tokens.shape, depths.shape[1]
         root = roots[:, None]
@@ -64,22 +78,22 @@ class StaticPass:
             torch.where(node < 0, slots, positions.gather(1, inside)),
             (node < 0)[:, None] | ((node < total)[:, None] & ancestry),
         )
-        view = SlotCache(self.cache, root + own, span, roots[0])
+        view = SlotCache(self.cache, root + own, span, roots[0], tables)
         mask = self.call.masks(where, view)
         return self.call(tokens, view, where.queries, mask, where=where, width=span, features=self.features)
 
 
 class SlotCache(TreeCache):
-    """The buffers of ``cache`` for one pass that writes at ``slots`` ``[R, N]`` and reads ``span`` of them.
+    """The buffers of ``cache`` for one pass that writes at ``slots`` ``[R, N]`` and reads ``span`` of them, by ``tables`` in pages.
 
     Nothing here depends on a number that the host knows: a model that asks for a length is given a tensor, and one that needs it on the
     host fails while it is recorded.
     """
 
-    def __init__(self, cache: TreeCache, slots: Tensor, span: int, start: Tensor):
+    def __init__(self, cache: TreeCache, slots: Tensor, span: int, start: Tensor, tables: Mapping[PageStore, Tensor]):
         super().__init__()
         self.layers = cache.layers
-        self._slots, self._span, self._start = slots, span, start
+        self._slots, self._span, self._start, self._tables = slots, span, start, tables
         self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -91,6 +105,12 @@ class SlotCache(TreeCache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As :meth:`TreeCache.update`."""
         layer, rows = self.layers[layer_idx], len(self._slots)
+        for store, table in self._tables.items():
+            if layer in store.layers and layer.keys.dtype == key_states.dtype:
+                pages = table.gather(1, self._slots // PAGE)
+                put(layer.keys, key_states, pages, self._slots % PAGE)
+                put(layer.values, value_states, pages, self._slots % PAGE)
+                return gathered(layer.keys, table), gathered(layer.values, table)
         if len(layer.keys) < rows or layer.keys.shape[2] < self._span or layer.keys.dtype != key_states.dtype:
             raise RuntimeError(f"layer {layer_idx} writes to a buffer that earlier passes did not allocate")
         layer.keys[self._rows, :, self._slots] = key_states.transpose(1, 2)
@@ -111,7 +131,8 @@ class Bucket:
 class PassFrame:
     """The static inputs of the passes of one bucket, and the pass over them.
 
-    Filler rows are at the end of the span, and overwrite what finished rows left there; filler nodes follow the tree.
+    Filler rows are at the end of the span, and overwrite what finished rows left there; filler nodes follow the tree. In a cache in
+    pages, both go to the page that no row holds, apart from filler nodes on a page that a row's last nodes are on.
     Both see themselves, so that they write no NaN.
     """
 
@@ -123,6 +144,8 @@ class PassFrame:
         self.depths = torch.zeros(rows, total, dtype=torch.long, device=device)
         self.ancestors = torch.zeros(rows, nodes, total, dtype=torch.bool, device=device)
         self._itself = torch.eye(total, dtype=torch.bool, device=device)
+        stores = passes.cache.stores if isinstance(passes.cache, PagedCache) else []
+        self.tables = {store: torch.zeros(rows, bucket.span // PAGE, dtype=torch.long, device=device) for store in stores}
         self._form: object = None
         self._loaded = (rows, nodes)
 
@@ -132,6 +155,8 @@ class PassFrame:
         filler = self.bucket.rows - window.rows
         roots = [start - window.before for start in window.starts] + [self.bucket.span - self.bucket.total] * filler
         upload(self.places, [roots, [window.before] * self.bucket.rows])
+        for store, table in self.tables.items():
+            upload(table, store.until([start + window.nodes for start in window.starts], *table.shape))
         self.tokens[: window.rows, : window.nodes].copy_(tokens)
         known = "chain" if tree.chain else tree.static_parents
         form = None if known is None else (known, window.rows, window.nodes, window.before)
@@ -141,7 +166,7 @@ class PassFrame:
 
     def run(self) -> tuple[Tensor, ...]:
         """``[R, N, V]`` logits of the bucket, and the hidden states ``[R, N, F * d]`` where some are wanted."""
-        output = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span)
+        output = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span, self.tables)
         return (output.logits,) if output.hidden is None else (output.logits, output.hidden)
 
     def cut(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -157,6 +182,6 @@ class PassFrame:
         self.ancestors[: window.rows, : window.nodes, :total].copy_(tree.ancestors[:, before:])
 
 
-def upload(goal: Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
+def upload(goal: Tensor, values: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> None:
     """Copy host integers into ``goal`` without waiting for the device: pinned memory is kept until the copy is made."""
     goal.copy_(to_device(values, goal.device), non_blocking=True)

@@ -146,8 +146,11 @@ class TreeCache(Cache):
     @property
     def outgrown(self) -> bool:
         """Rows, or the tokens of a row, need more room than buffers have; :meth:`buffers` makes it."""
-        keys = self.layers[0].keys
-        return keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity
+        return not self.fits(self.layers[0])
+
+    def fits(self, layer: Layer) -> bool:
+        """The buffers of ``layer`` have room for what passes may ask for; otherwise its next write makes room."""
+        return layer.keys.shape[0] >= self.row_capacity and layer.keys.shape[2] >= self.capacity
 
     def place(self, about: Any, layer_idx: int = 0) -> int:
         """Set in a pass of the kernels where a layer's slots are; the offset of the pass's first row, in values."""
@@ -276,10 +279,15 @@ class TreeCache(Cache):
         starts = to_device(self.lengths[window.first : window.last], path.device)[:, None]
         source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
         rows = torch.arange(window.first, window.last, device=path.device)[:, None]
-        for layer in self.written:
-            index = [each.to(layer.keys.device) for each in (rows, source, goal)]
-            for store in (layer.keys, layer.values):
-                store[index[0], :, index[2]] = store[index[0], :, index[1]]
+        for at, layers in self._places():
+            moves: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+            for layer in layers:
+                device = layer.keys.device
+                if device not in moves:
+                    moves[device] = [at(rows.to(device), slots.to(device)) for slots in (source, goal)]
+                (of, out), (to, into) = moves[device]
+                for store in (layer.keys, layer.values):
+                    store[to, :, into] = store[of, :, out]
 
     def _move_path(self, path: Sequence[Sequence[int]], kept: Sequence[int], first: int) -> bool:
         """The same on a CPU: the first ``kept[r]`` nodes of each row, and only those that are not in their place. False if some buffers
@@ -317,8 +325,9 @@ class TreeCache(Cache):
             self._viewed = [(at, as_arrays(layers)) for at, layers in self._places() if layers] if fits else []
         return self._viewed
 
-    def _places(self) -> list[tuple[Callable[[int, int], tuple[int, int]], Sequence[Layer]]]:
-        """For some layers together, a function from a row and a slot to their indices in dimensions 0 and 2 of the buffers."""
+    def _places(self) -> list[tuple[Callable[[Any, Any], tuple[Any, Any]], Sequence[Layer]]]:
+        """For some layers together, a function from a row and a slot, or tensors of them, to their indices in dimensions 0 and 2 of the
+        buffers."""
         return [(lambda row, slot: (row, slot), self.written)]
 
     def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -333,7 +342,7 @@ class TreeCache(Cache):
         while len(self.layers) <= index:
             self.layers.append(Layer())
         layer = self.layers[index]
-        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != keys.dtype:
+        if not self.fits(layer) or layer.keys.dtype != keys.dtype:
             self._allocate(layer, keys, values)
         return layer
 
@@ -362,7 +371,7 @@ class TreeCache(Cache):
         )
 
 
-Movable = tuple[Callable[[int, int], tuple[int, int]], list[Any]]
+Movable = tuple[Callable[[Any, Any], tuple[Any, Any]], list[Any]]
 
 
 def as_arrays(layers: Sequence[Layer]) -> list[Any]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache import Layer, Window
 from foredraft.models.cache_sizes import LEEWAY, in_words
@@ -33,6 +35,29 @@ class Kind:
     layers: frozenset[int] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where a pass writes and reads pages of one kind, as tensors on the device of their layers.
+
+    Attributes:
+        pages, slots: ``[R, N]`` the page of each node, and its slot in the page.
+        table: ``[R, blocks]`` the pages that each row reads.
+        begin: the first of these if they are consecutive pages of one row, else None.
+    """
+
+    pages: Tensor
+    slots: Tensor
+    table: Tensor
+    begin: int | None
+
+    def read(self, held: Tensor, width: int) -> Tensor:
+        """``[R, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if they are consecutive pages of one
+        row."""
+        if self.begin is None:
+            return gathered(held, self.table)[:, :, :width]
+        return held.transpose(0, 1).narrow(1, self.begin, self.table.shape[1]).flatten(1, 2)[None, :, :width]
+
+
 class PageStore:
     """The pages of one kind of layer: which rows hold them, and their tensors ``[pages, heads, PAGE, head size]`` per layer.
 
@@ -42,13 +67,13 @@ class PageStore:
         layers: those of this kind that have tensors.
         made: pages that were ever used and hold numbers; the others are not even touched.
         room: pages that tensors have room for; the one after them stands for those that a row lacks, and stays zero.
-        reading: the pages that this pass reads, and the first one if they are consecutive pages of one row; None before it reads any.
+        places: where this pass writes and reads, by device, once that was asked.
         table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; missing pages are the one after :attr:`room`.
     """
 
     def __init__(self, kind: Kind, pool: PagePool):
         self.kind, self.pool = kind, pool
-        self.reading: tuple[Tensor, int | None] | None = None
+        self.places: dict[torch.device, Places] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -115,19 +140,27 @@ class PageStore:
         for row, table in enumerate(self.tables[first:], first):
             self.lines[row, : len(table)] = [self.room if page == GONE else page for page in table]
 
-    def read(self, held: Tensor, window: Window) -> Tensor:
-        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if they are consecutive
-        pages of one row."""
-        by_head = held.transpose(0, 1)  # contiguous
-        if self.reading is None:
-            pages = self.table[window.first : window.last, : pages_of(window.width)].long().flatten()
-            first = int(pages[0])
-            neighbours = window.rows == 1 and torch.equal(pages, torch.arange(first, first + len(pages)))
-            self.reading = pages, first if neighbours else None
-        pages, begin = self.reading
-        if begin is not None:
-            return by_head.narrow(1, begin, len(pages)).flatten(1, 2)[None, :, : window.width]
-        return by_head.index_select(1, pages).view(len(by_head), window.rows, -1, held.shape[3]).transpose(0, 1)[:, :, : window.width]
+    def at(self, row: Any, slot: Any) -> tuple[Any, Any]:
+        """The page of a slot of a row, and where in the page it is. Both may be tensors."""
+        table = to_device(self.table, row.device) if isinstance(row, Tensor) else self.lines
+        return table[row, slot // PAGE], slot % PAGE
+
+    def locate(self, window: Window, rows: Tensor, slots: Tensor) -> Places:
+        """Where a pass writes and reads, given the ``slots`` ``[R, N]`` of physical ``rows`` ``[R, 1]`` that it writes to."""
+        blocks = pages_of(window.width)
+        begin = int(self.lines[window.first, 0])
+        neighbours = window.rows == 1 and np.array_equal(self.lines[window.first, :blocks], np.arange(begin, begin + blocks))
+        table = to_device(self.table, rows.device)
+        read = table[window.first : window.last, :blocks].contiguous()
+        return Places(table[rows, slots // PAGE], slots % PAGE, read, begin if neighbours else None)
+
+    def until(self, ends: Sequence[int], rows: int, blocks: int) -> Tensor:
+        """``[rows, blocks]`` the pages of the first rows, as many as the tokens up to each one's end take. All others are the page after
+        :attr:`room`."""
+        found = np.full((rows, blocks), self.room)
+        for row, end in enumerate(ends):
+            found[row, : pages_of(end)] = self.lines[row, : pages_of(end)]
+        return torch.from_numpy(found)
 
     def fit(self, ahead: int, blocks: int, *, clean: bool) -> bool:
         """Give tensors room for every page that was taken, or for ``ahead`` if they grow, and zeros where nothing was written:
@@ -146,7 +179,7 @@ class PageStore:
                 if self.pool.made > self.made:
                     store[self.made : self.pool.made] = 0
                 if used:
-                    store[used] = 0
+                    store[to_device(used, store.device)] = 0
         self.made = max(self.made, self.pool.made)
         return grows
 
@@ -259,6 +292,20 @@ class WindowStore(PageStore):
         else:
             self.pool.share([page])
         return page
+
+
+def put(held: Tensor, new: Tensor, pages: Tensor, slots: Tensor, *, filler: bool = True) -> None:
+    """Write ``new`` ``[R, heads, N, head size]`` to ``slots`` of ``pages``, both ``[R, N]``, of ``held`` ``[pages, heads, PAGE, head
+    size]``. If there is ``filler``, it goes to the last page, which stays zero."""
+    held[pages, :, slots] = new.transpose(1, 2)
+    if filler:
+        held[-1].zero_()
+
+
+def gathered(held: Tensor, pages: Tensor) -> Tensor:
+    """A copy ``[R, heads, blocks * PAGE, head size]`` of ``pages`` ``[R, blocks]`` of ``held`` ``[pages, heads, PAGE, head size]``."""
+    by_head = held.transpose(0, 1)  # contiguous
+    return by_head.index_select(1, pages.flatten()).view(len(by_head), len(pages), -1, held.shape[3]).transpose(0, 1)
 
 
 def pages_of(tokens: int) -> int:

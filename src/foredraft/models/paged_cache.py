@@ -7,14 +7,16 @@ as a copy, in each layer of each pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foredraft.models.cache import Layer, TreeCache, Window
 from foredraft.models.cache_sizes import pages_kept
-from foredraft.models.page_stores import GONE, Kind, PageStore, WindowStore, pages_of
+from foredraft.models.page_stores import GONE, Kind, PageStore, Places, WindowStore, pages_of, put
 from foredraft.models.pages import PAGE, PagePool
 
 WORTH_SHARING = 16  # a shorter beginning is computed again
@@ -282,9 +284,8 @@ class PagedCache(TreeCache):
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
 
-    @property
-    def outgrown(self) -> bool:
-        return False  # buffers grow before a pass
+    def fits(self, layer: Layer) -> bool:
+        return len(layer.keys) > 0  # buffers grow before a pass
 
     def place(self, about: Any, layer_idx: int = 0) -> int:
         store, keys = self._store(layer_idx), self.layers[layer_idx].keys
@@ -301,16 +302,27 @@ class PagedCache(TreeCache):
     # -- what transformers asks ---------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        window, layer, store = self._window, self._layer(layer_idx, key_states, value_states), self._store(layer_idx)
+        layer = self._layer(layer_idx, key_states, value_states)
         if self.reader is not None:
             return self.reader.write(layer_idx, key_states, value_states)
-        rows, slots = self._write_indices(key_states.device)
-        pages = store.table.long()[rows + window.first, slots // PAGE]
-        for each, new in ((layer.keys, key_states), (layer.values, value_states)):
-            each[pages, :, slots % PAGE] = new.transpose(1, 2)
-            if window.counts is not None:
-                each[store.room] = 0  # filler may have gone there
-        return store.read(layer.keys, window), store.read(layer.values, window)
+        store, width = self.write(layer_idx, key_states, value_states), self._window.width
+        places = self.places(store, key_states.device)
+        return places.read(layer.keys, width), places.read(layer.values, width)
+
+    def write(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> PageStore:
+        """Write ``[R, heads, N, head size]`` at the window's slots of a layer, whose pages are returned."""
+        store, layer = self._store(layer_idx), self.layers[layer_idx]
+        places, filler = self.places(store, key_states.device), self._window.counts is not None
+        put(layer.keys, key_states, places.pages, places.slots, filler=filler)
+        put(layer.values, value_states, places.pages, places.slots, filler=filler)
+        return store
+
+    def places(self, store: PageStore, device: torch.device) -> Places:
+        """Where the pass writes and reads pages of ``store``, as tensors on ``device``."""
+        if device not in store.places:
+            rows, slots = self._write_indices(device)
+            store.places[device] = store.locate(self._window, rows + self._window.first, slots)
+        return store.places[device]
 
     # -- what the target asks -----------------------------------------------------------------------------------------
 
@@ -333,7 +345,7 @@ class PagedCache(TreeCache):
     def enter(self, window: Window) -> None:
         super().enter(window)
         for store in self.stores:
-            store.reading = None
+            store.places = {}
         for row, start in enumerate(window.starts, window.first):
             for store in self.windows:
                 store.give_back(row, start - window.before)
@@ -366,6 +378,18 @@ class PagedCache(TreeCache):
             pages = [page for row in rows for page in store.tables[row] if page != GONE and store.pool.rows(page) <= 1]
             for layer in store.layers:
                 layer.keys[pages] = layer.values[pages] = 0
+
+    @contextmanager
+    def restored(self, rows: int, span: int) -> Iterator[None]:
+        kept = []
+        for store in self.stores:
+            pages = [*{page for table in store.tables for page in table if page != GONE}, store.room]
+            kept += [(held, pages, held[pages]) for layer in store.layers for held in (layer.keys, layer.values)]
+        try:
+            yield
+        finally:
+            for held, pages, before in kept:
+                held[pages] = before
 
     def compact(self, keep: Sequence[int]) -> None:
         for store in reversed(self.stores):
@@ -436,8 +460,5 @@ class PagedCache(TreeCache):
             self.allocations, self._viewed = self.allocations + 1, None
         return layer
 
-    def _places(self) -> list[tuple[Callable[[int, int], tuple[int, int]], Sequence[Layer]]]:
-        def of(store: PageStore) -> Callable[[int, int], tuple[int, int]]:
-            return lambda row, slot: (store.tables[row][slot // PAGE], slot % PAGE)
-
-        return [(of(store), store.layers) for store in self.stores]
+    def _places(self) -> list[tuple[Callable[[Any, Any], tuple[Any, Any]], Sequence[Layer]]]:
+        return [(store.at, store.layers) for store in self.stores]

@@ -153,6 +153,7 @@ def computation_of(speculator: Speculator) -> dict[str, Any]:
         "dtype": speculator.model.dtype,
         "execution": target.execution,
         "attention": speculator.model.config._attn_implementation,
+        "cache": type(backend.cache).__name__,
         "pages": type(backend.pages).__name__,
         "layouts": getattr(backend.overrides, "layouts", {}),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
