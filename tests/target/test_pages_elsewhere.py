@@ -22,6 +22,7 @@ from foredraft.backends import compilation, flex, native, paged_attention, recor
 from foredraft.backends.eager import Eager
 from foredraft.backends.flex import Flexed
 from foredraft.backends.graphs import PATIENCE, TRIALS, Recorded
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.cache import Window
 from foredraft.models.page_stores import Kind, PageStore, Places
 from foredraft.models.paged_cache import PagedCache
@@ -259,6 +260,16 @@ def test_without_a_limit_there_are_no_pages(way):
 def test_reasons_say_what_is_copied(way):
     target = Target(of("llama"), **WAYS[way], cache_memory=0.1)
     assert "pages" not in target.reasons and "cop" in target.reasons["paged_attention"] and target.pools[0].limit > 0
+
+
+@pytest.mark.parametrize("way", ["eager", "graphs"])
+def test_a_draft_model_has_pages_where_its_target_has_them(way):
+    made = Speculator(of("llama"), DraftModel(of("llama")), shape="chain(3)", rule="match", cache_memory=MEMORY, **WAYS[way])
+    assert isinstance(made.drafter.info.draft_model.cache, PagedCache)
+    session, plain = made.session(), Speculator(of("llama"), "none", self_test=False).session()
+    parameters = [RowParameters(max_new_tokens=30, do_sample=True, seed=(7, row)) for row in range(2)]
+    assert texts_of(session, [text(30), text(70, 1)], parameters) == texts_of(plain, [text(30), text(70, 1)], parameters)
+    assert session.memory.held == 0
 
 
 def test_a_pass_reads_nothing_back_from_the_device_of_the_cache():
