@@ -46,15 +46,16 @@ def refusal(facts: ModelFacts, execution: str, attention: str, paged: bool) -> s
     """
     if facts.chains_only is not None:
         return facts.chains_only
-    if paged and (on_cpu(facts.model) or not facts.sourced):
+    here = on_cpu(facts.model)
+    if paged and (here or not facts.sourced):
         return None
     if execution in ("compiled", "graphs"):
         return f"execution={execution!r} was asked for; {ASK}"
     if attention == "flex":
         return f"attention='flex' was asked for; {ASK}"
     if facts.sourced:
-        return f"the model has an encoder, and each pass would copy what it reads; {ASK}" if on_cpu(facts.model) else "the model has an encoder"
-    if not on_cpu(facts.model):
+        return f"the model has an encoder, and each pass would copy what it reads; {ASK}" if here else "the model has an encoder"
+    if not here:
         return f"no report from a GPU shows that they are equal and as fast there; {ASK}"
     return None
 
