@@ -202,6 +202,20 @@ def test_what_is_kept_takes_what_is_counted(way):
     assert (pool.held, pool.cached, pool.evicted) == (2, 0, 2)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_source_that_is_left_alone_keeps_nothing_of_others_alive(way):
+    target = paged("bart", way).target
+    sources = [Source.of(text) for text in encoder_decoders.texts((2 * PAGE, PAGE, PAGE))]
+    target.open([[START]] * 3, sources=sources)
+    target.prefill([[START]] * 3, first=0)
+    target.compact([1])
+    target.advance(torch.tensor([5]))
+    run = target.cache.sources[0]
+    held = [run.states, *(each for pair in run.keys for each in pair)]
+    assert sum(each.untyped_storage().nbytes() for each in held) == target.source_bytes
+
+
 def test_counts_are_those_of_the_rows():
     """Any order of rows that come and go, within a limit that changes."""
     dice, pool, rows, kept = random.Random(4), RunPool(), [], {}

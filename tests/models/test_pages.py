@@ -144,6 +144,19 @@ def test_the_limit_can_be_raised_and_lowered():
     assert pool.room is None and pool.take(4) == [0, 1, 2, 3]
 
 
+def test_beyond_the_limit_what_is_cached_goes_first():
+    pool = pool_of_4(limit=5, spare=5)
+    leave(pool, range(20))
+    with pool.unlimited():
+        assert pool.room is None
+        pages = pool.take(3)
+        assert (pool.made, pool.cached, pool.evicted) == (5, 2, 3)
+        pages += pool.take(4)
+        assert (pool.made, pool.cached) == (7, 0)
+        pool.drop(pages)
+    assert (pool.made, pool.room) == (5, 5)
+
+
 def test_a_lowered_limit_takes_pages_beyond_it_from_the_tree():
     pool = pool_of_4()
     leave(pool, range(16))

@@ -9,6 +9,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from cover import nightly_but
 from encoder_decoders import build as build_sourced
+from interrupts import InterruptedConfigs
 from kernel_cases import DTYPES, needs_kernels
 from kernel_cases import build as build_native
 from paging import close, pair, read, text, through, wide
@@ -200,6 +201,10 @@ def test_the_model_is_left_as_it_was():
     target = Target(model, execution="eager")
     read(target, [text(20)])
     assert dict(vars(model.config)) == before
+    target.backend.pages._configs = InterruptedConfigs(target.backend.pages._configs)
+    with pytest.raises(KeyboardInterrupt):
+        read(target, [text(20)])
+    assert dict(vars(model.config)) == before and target.cache.reader is None
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
 from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
+from foredraft.models.paged_cache import PagedCache
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
@@ -106,7 +107,7 @@ class DraftModel(LearningDrafter):
         self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
-        self._smaller = False
+        self._smaller = self._beside = False
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
 
@@ -146,7 +147,7 @@ class DraftModel(LearningDrafter):
             owned=owned,
             wait=target.wait,
             cache_memory=None,
-            paged=bool(target.pools),
+            paged=isinstance(target.cache, PagedCache) and unwrap(draft).device.type == target.device.type,
         )
         self.info = replace(self.info, draft_model=self._target)
         if self.foreign is not None:
@@ -156,10 +157,17 @@ class DraftModel(LearningDrafter):
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self.foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
+        self._beside = self._target.device == target.device
+
+    @property
+    def page_bytes(self) -> int:
+        return super().page_bytes if self._beside else 0  # the budget is of the target's device
 
     @property
     def source_bytes(self) -> int:
-        return super().source_bytes if self.template is None else self.page_bytes  # it reads the source as a part of its text
+        if self.template is not None:
+            return self.page_bytes  # it reads the source as a part of its text
+        return super().source_bytes if self._beside else 0
 
     def _check_encoders(self, target: Target, draft: PreTrainedModel) -> None:
         encoder = bool(draft.config.is_encoder_decoder)

@@ -108,6 +108,8 @@ class PagedCache(TreeCache):
         Raises:
             CacheMemoryError: there are not enough pages; nothing has changed.
         """
+        if self.stores[0].opening or len(self._keys) > len(self.lengths):
+            self._open_none()  # an interrupt came between this and `open`
         if any(filled < told for filled, told in zip(self._filled, self._told)):
             self.pool.prefixes.clear()  # a row was opened and has not been read yet
             self._told = [0] * len(self._told)
@@ -152,16 +154,22 @@ class PagedCache(TreeCache):
                 told.append(full * PAGE)
                 lengths.append(length)
         except BaseException:
-            for each in reversed(self.stores):
-                for table in each.opening:
-                    each.drop(table)
-                each.opening = []
-            self.pool.prefixes.clear()  # it may know of pages that will never be filled
+            self._open_none()
             raise
         self._keys += keys
         self._prompts += map(len, whole.opening)
         self._told += told
         return lengths
+
+    def _open_none(self) -> None:
+        """The rows that were about to be opened will not be."""
+        for store in reversed(self.stores):
+            for table in store.opening:
+                store.drop(table)
+            store.opening = []
+        self.pool.prefixes.clear()  # it may know of pages that will never be filled
+        for held in (self._keys, self._prompts, self._told):
+            del held[len(self.lengths) :]
 
     def _own_copy(self, store: WindowStore, table: list[int], length: int, owner: int) -> None:
         """The last page of ``table``, of which another row's text fills a part, becomes a copy that belongs to ``owner``."""
@@ -406,7 +414,7 @@ class PagedCache(TreeCache):
     @property
     def bytes(self) -> int:
         """Memory that keys and values have ever taken."""
-        return sum(store.made * store.kind.page_bytes for store in self.stores)
+        return sum(store.allocated * store.kind.page_bytes for store in self.stores)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

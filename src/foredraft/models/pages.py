@@ -32,6 +32,7 @@ class LimitedPool:
 
     held: int
     _limit: int | None
+    _exceeds = False
 
     def _shrink(self) -> None:
         """Keep to the limit, as far as rows do not hold more."""
@@ -48,17 +49,18 @@ class LimitedPool:
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Rows may take pages beyond the limit meanwhile."""
-        limit, self._limit = self._limit, None
+        """Rows may take pages beyond the limit meanwhile, once nothing is cached that could go instead."""
+        self._exceeds = True
         try:
             yield
         finally:
-            self.limit = limit
+            self._exceeds = False
+            self._shrink()
 
     @property
     def room(self) -> int | None:
-        """Pages that rows could take now: free, cached or not made yet. None without a limit."""
-        return None if self._limit is None else max(0, self._limit - self.held)
+        """Pages that rows could take now: free, cached or not made yet. None if there is no limit now."""
+        return None if self._limit is None or self._exceeds else max(0, self._limit - self.held)
 
 
 class PagePool(LimitedPool):
@@ -117,7 +119,7 @@ class PagePool(LimitedPool):
         short = max(0, count - (self.made - self.held - self.cached))
         new = short - min(short, max(0, self.cached - max(self.spare, self._most_held)))
         if self._limit is not None:
-            new = min(new, max(0, self._limit - self.made))
+            new = max(min(new, max(0, self._limit - self.made)), short - self.cached)
         if short > new:
             self._evict(short - new)
             self.evicted += short - new
