@@ -276,9 +276,7 @@ class OnlineLearner:
             torch.from_numpy(piece[name][:end].astype(kind)).to(self.device)
             for name, end, kind in (("tokens", piece["length"], "i8"), ("places", count, "i8"), ("ids", count, "i8"), ("logs", count, "f4"))
         )
-        last = vocabulary_of(self.model) - 1
-        outside = tokens > last  # tokens that only the target has
-        return ids.clamp(max=last)[None], places, Few(tokens.clamp(max=last), logs.masked_fill(outside, -torch.inf))
+        return ids.clamp(max=vocabulary_of(self.model) - 1)[None], places, Few(tokens, logs)
 
 
 def gained(before: Tensor, after: Tensor, share: Tensor) -> tuple[float, float, float]:
