@@ -181,7 +181,10 @@ def parse_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    for read in (int, float, *([json.loads] if text.startswith("{") else [])):
+    if text.startswith("{"):
+        with suppress(ValueError):
+            return json.loads(text)
+    for read in (int, float):
         with suppress(ValueError):
             return read(text)
     return text
