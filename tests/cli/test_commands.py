@@ -573,8 +573,9 @@ def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
 
 
 def test_option_values():
-    given = ["a=1", "b=0.5", "c=true", "d=None", "e=zoo:x=y", "f-g=-3"]
-    assert parse_options(given) == {"a": 1, "b": 0.5, "c": True, "d": None, "e": "zoo:x=y", "f_g": -3}
+    given = ["a=1", "b=0.5", "c=true", "d=None", "e=zoo:x=y", "f-g=-3", 'h={"share": 0.1, "cores": [1]}', "i={source} German:"]
+    plain = {"a": 1, "b": 0.5, "c": True, "d": None, "e": "zoo:x=y", "f_g": -3, "i": "{source} German:"}
+    assert parse_options(given) == {**plain, "h": {"share": 0.1, "cores": [1]}}
 
 
 def test_default_drafters():

@@ -9,11 +9,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from engines import ask, job, parameters, run, running, table_speculator
-from helpers import prompts, repetitive, tiny
+from helpers import perturbed, prompts, repetitive, tiny
+from learning_cases import never_started
 from prometheus_client.parser import text_string_to_metric_families
 
 from foredraft import RowParameters, Speculator
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.learning.serving import Learning
+from foredraft.drafters.several import Several
 from foredraft.guesses import Prediction
 from foredraft.rows import Commit
 from foredraft.serving.engine import Engine
@@ -129,6 +134,32 @@ def test_drafts_are_counted_for_the_one_of_several_that_made_them():
             assert set(counted) == {"prompt-lookup", "token-recycling", "prediction"}, counted
 
     run(main())
+
+
+def test_what_drafters_learn_is_counted_by_their_names(tmp_path: Path):
+    async def main() -> None:
+        learning = [DraftModel(perturbed(), learn={"folder": tmp_path / name}, execution="eager") for name in ("one", "other")]
+        alone = Speculator(tiny(), learning[0], shape="chain(2)", execution="eager")
+        async with running(alone, model="a model") as engine:
+            assert "foredraft:learning_alpha" not in samples(engine), "nothing was accepted or rejected yet"
+            learning[0].learning._every = 5
+            learning[0].learning.buffer["steps"] = 3
+            await ask(engine, Choice(prompts((9,))[0], RowParameters(20)))
+            found, facts = samples(engine), learning[0].learnt
+        one = (("drafter", "draft-model"),)
+        assert found["foredraft:learning_alpha"] == {one: facts["alpha"][-1][1]} and found["foredraft:learning_version"] == {one: 0}
+        assert [found[f"foredraft:learning_{name}_total"][one] for name in ("steps", "swaps", "refused", "unusable")] == [3, 0, 0, 0]
+        phases = {dict(labels)["phase"] for labels in found["foredraft:learning_seconds_total"]}
+        assert phases == set(facts["seconds"]) and "learner" in phases
+        several = Speculator(tiny(), Several([learning[1], "prompt-lookup"]), shape="chain(2)", execution="eager")
+        async with running(several, model="a model") as engine:
+            assert list(samples(engine)["foredraft:learning_version"]) == [one]
+        async with running(table_speculator(), model="a model") as engine:
+            assert not any("learning" in name for name in samples(engine))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(Learning.__init__.__kwdefaults__, "start", never_started)
+        run(main())
 
 
 def test_a_scrape_while_rounds_run_disturbs_nobody():

@@ -85,7 +85,7 @@ DrafterOption = Annotated[
     SPECULATION(
         metavar="KEY=VALUE",
         show_default=False,
-        help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
+        help="An option of the drafter; repeat for more. Values may be numbers, true, false, none, text or a JSON object.",
     ),
 ]
 VerificationRule = Annotated[

@@ -130,7 +130,7 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
         ConfigurationError: keys or sizes that cannot be, or learning from several keys' texts unasked.
     """
     keys = {f"key-{number}": key for number, key in enumerate(read_keys(serving.api_key or (), serving.api_key_file), 1)}
-    if configuration.drafter_options.get("learn") and len(keys) > 1 and not serving.share:
+    if configuration.drafter_options.get("learn", False) is not False and len(keys) > 1 and not serving.share:
         raise ConfigurationError(
             "--learn trains one draft on the texts of all keys, and its drafts would tell one what others wrote; add --share to allow that"
         )
