@@ -69,12 +69,12 @@ class Requests:
             ApiError: 400 or 404; the message names the field.
         """
         self.check_model(request.model)
-        form = wanted(request)
+        form = wanted(request, self.tokenizer, self.eos)
         grammar = None
         if form is not None:
             if request.ignore_eos or request.min_tokens:
                 which = "ignore_eos" if request.ignore_eos else "min_tokens"
-                raise refused(f"{which} cannot be combined with {form[0]}, which says where the text ends", which)
+                raise refused(f"{which} cannot be combined with {form[0]}, which says what the text is", which)
             grammar = await self.formats.compile(*form)
         return await asyncio.to_thread(self._plan, request, isolation, grammar)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -120,6 +120,7 @@ class Writer:
         stops: stop strings, which count if they are complete behind the first ``min_tokens`` tokens.
         logprobs: entries are wanted.
         echo: the text begins with the prompt; ``only_echo``: and ends there.
+        keep: special tokens that are text.
     """
 
     def __init__(
@@ -131,13 +132,14 @@ class Writer:
         min_tokens: int = 0,
         echo: bool = False,
         only_echo: bool = False,
+        keep: Collection[str] = (),
     ):
         self.prompt, self.logprobs, self.only_echo = prompt, logprobs, only_echo
         self.stops, self.min_tokens = StopStrings(stops), min_tokens
         self.tokens: list[int] = []
         self.counts = Counts()
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(prompt.tokenizer, prompt.ids)
+        self._detokenizer = Detokenizer(prompt.tokenizer, prompt.ids, keep)
         self._echo = echo
         self._decoded = 0  # characters so far, held back ones included
         self._shown = 0
