@@ -29,7 +29,7 @@ HISTOGRAMS = [
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"),
-    "request_params_max_tokens",
+    *("request_params_max_tokens", "request_max_num_generation_tokens"),
 ]
 
 
@@ -90,6 +90,8 @@ def test_names_labels_and_sums():
             assert one(f"vllm:{name}_seconds_count") == count, name
         assert one("vllm:request_time_per_output_token_seconds_count") == 5  # with two tokens or more
         assert one("vllm:request_generation_tokens_sum") == 4 * (9 + 1) + 3
+        longest = "vllm:request_max_num_generation_tokens"
+        assert (one(f"{longest}_count"), one(f"{longest}_sum")) == (5, 4 * 9 + 3)  # of the rows of each request
         assert one("vllm:num_requests_running") == one("vllm:num_requests_waiting") == 0
 
         drafter = engine.session.drafter.name
