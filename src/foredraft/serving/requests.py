@@ -167,15 +167,18 @@ class Requests:
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 
     def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:
-        """What is drafted in place of the drafter's tokens. A prediction stands alone, so that its tokens can be counted."""
+        """What is drafted in place of the drafter's tokens; of these the first that says anything."""
+        found: list[Guess] = []
         if request.prediction is not None:
             if not self.guess:
                 raise refused("prediction needs a server with the rule match; leave it out", "prediction", "needs_match")
             tokens = self.encode(text_of(request.prediction.content), special=False)
             prediction = Prediction(tokens[:MOST_PREDICTED])
             prediction.prepare()
-            return [prediction]
-        return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
+            found.append(prediction)
+        if grammar is not None and self.guess:
+            found.append(ForcedTokens(grammar))
+        return found
 
     # -- logits ---------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 from foredraft.detokenizer import Detokenizer
 from foredraft.grammars import token_bytes
 from foredraft.logits.logprobs import LogProbs
-from foredraft.rows import Commit
+from foredraft.rows import Commit, Prediction
 from foredraft.serving.stops import StopStrings
 from foredraft.traces import RoundTrace
 
@@ -95,16 +95,17 @@ class Counts:
 
     drafted: int = 0
     accepted: int = 0
-    guesses_drafted: int = 0
-    guessed: int = 0
+    guesses_drafted: int = 0  # tokens of a prediction
+    guessed: int = 0  # how many of these were accepted
     rounds: Counter[int] = field(default_factory=Counter)  # with a draft, by how many of its tokens were accepted
 
     def add(self, commit: Commit, tokens: int) -> None:
         """So many ``tokens`` of ``commit`` count; a stop string leaves out the rest."""
         self.drafted += commit.drafted
         self.accepted += commit.accepted
-        self.guesses_drafted += commit.guesses_drafted
-        self.guessed += min(commit.guessed, tokens)
+        if commit.drafter == Prediction.name:
+            self.guesses_drafted += commit.guesses_drafted
+            self.guessed += min(commit.guessed, tokens)
         if commit.drafted:
             self.rounds[commit.accepted] += 1
 
