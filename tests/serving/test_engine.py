@@ -19,6 +19,7 @@ from helpers import perturbed, repetitive, tiny
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.several import Several
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
@@ -554,7 +555,7 @@ NIGHTLY = ("suffix", "token-recycling", "several:draft-model,prompt-lookup")
 def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
     """They come at random times, a fifth of them leave, and each row that stays has the text that its seed gives it alone."""
     jobs, generator = random_jobs(), random.Random(drafter)
-    parts = [perturbed() if each == "draft-model" else each for each in drafter.removeprefix("several:").split(",")]
+    parts = [DraftModel(perturbed()) if each == "draft-model" else each for each in drafter.removeprefix("several:").split(",")]
     speculator = Speculator(tiny(), parts[0] if len(parts) == 1 else Several(parts), self_test=False)
     stayed = 0
 
