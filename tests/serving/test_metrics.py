@@ -105,6 +105,15 @@ def test_names_labels_and_sums():
     run(main())
 
 
+def test_the_longest_row_of_a_request_counts_whenever_it_ends():
+    async def main() -> None:
+        async with running(table_speculator(), model="a model", max_rows=1) as engine:
+            await ask(engine, Choice([0], parameters(9)), Choice([1], parameters(2)))
+            assert samples(engine)["vllm:request_max_num_generation_tokens_sum"][()] == 9
+
+    run(main())
+
+
 def test_drafts_are_counted_for_the_one_of_several_that_made_them():
     """As the traces say; and for a guess that stands in for all of them."""
 

@@ -364,6 +364,8 @@ def test_a_call_that_max_tokens_cuts_is_shown_as_far_as_it_was_written(url: str,
     found, reason = chat(url, stream=stream, tools=tools, tool_choice="required", max_tokens=90)
     ((name, arguments),) = [(each["function"]["name"], each["function"]["arguments"]) for each in found["tool_calls"]]
     assert (name, reason) == ("f", "length") and re.fullmatch(r'\{"a": "x{20,98}', arguments)
+    found, reason = chat(url, stream=stream, tools=tools, tool_choice="required", stop="xxxx")
+    assert found["tool_calls"][0]["function"]["arguments"] == '{"a": "' and reason == "stop"  # for nobody can make this call
 
 
 @pytest.mark.parametrize(
