@@ -34,7 +34,7 @@ HISTOGRAMS = [
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"),
-    "request_params_max_tokens",
+    *("request_params_max_tokens", "request_max_num_generation_tokens"),
 ]
 
 
@@ -95,6 +95,8 @@ def test_names_labels_and_sums():
             assert one(f"vllm:{name}_seconds_count") == count, name
         assert one("vllm:request_time_per_output_token_seconds_count") == 5  # with two tokens or more
         assert one("vllm:request_generation_tokens_sum") == 4 * (9 + 1) + 3
+        longest = "vllm:request_max_num_generation_tokens"
+        assert (one(f"{longest}_count"), one(f"{longest}_sum")) == (5, 4 * 9 + 3)  # of the rows of each request
         assert one("vllm:num_requests_running") == one("vllm:num_requests_waiting") == 0
 
         drafter = engine.session.drafter.name
@@ -104,6 +106,15 @@ def test_names_labels_and_sums():
         assert one("foredraft:row_passes_total", drafter=drafter) == stats.row_passes
         assert one("foredraft:plain_rounds_total", drafter=drafter) == stats.shapes.get("chain(0)", 0)
         assert one("foredraft:seconds_total", drafter=drafter, phase="target") > 0
+
+    run(main())
+
+
+def test_the_longest_row_of_a_request_counts_whenever_it_ends():
+    async def main() -> None:
+        async with running(table_speculator(), model="a model", max_rows=1) as engine:
+            await ask(engine, Choice([0], parameters(9)), Choice([1], parameters(2)))
+            assert samples(engine)["vllm:request_max_num_generation_tokens_sum"][()] == 9
 
     run(main())
 

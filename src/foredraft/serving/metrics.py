@@ -34,6 +34,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_decode_time_seconds": ("From its first token to its last", WHOLE),
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens that a request got", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens that the longest row of a request got", TOKENS),
     "request_params_max_tokens": ("Tokens that a request asked for at most", TOKENS),
     "request_params_n": ("Rows of a request", (1, 2, 5, 10, 20)),
     "iteration_tokens_total": ("Tokens that one step read of prompts and added to texts", TOKENS),
@@ -131,6 +132,10 @@ class Metrics:
             self.seen["request_time_per_output_token_seconds"]((live.last - live.first) / (live.tokens - 1))
         self.seen["request_prompt_tokens"](len(live.waiting.choice.ids))
         self.seen["request_generation_tokens"](live.tokens)
+        job = live.waiting.job
+        job.longest = max(job.longest, live.tokens)
+        if not job.unfinished:
+            self.seen["request_max_num_generation_tokens"](job.longest)
 
     # -- when somebody asks ---------------------------------------------------------------------------------------------
 
