@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
@@ -52,6 +52,12 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
         "sampled" if sampled else "greedy",
     ]
     return " · ".join(figures)
+
+
+def execution_line(execution: str, reasons: Mapping[str, str]) -> str:
+    """How the target's passes are made, and what keeps them from the kernels, with ``--verbose``."""
+    why = "; ".join(reasons[name] for name in ("packed", "fused") if name in reasons)
+    return f"execution {execution}" + (f" ({why})" if why else "")
 
 
 def shape_of(stats: Stats) -> str:
