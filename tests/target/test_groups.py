@@ -577,7 +577,7 @@ def test_weights_that_nothing_multiplies_on_a_cpu_are_named():
     weight, groups = model.model.layers[1].mlp.up_proj.weight, torch.ones(2, 96, dtype=torch.bfloat16)
     made = torchao.Int4Tensor(torch.zeros(96, 32, dtype=torch.int8), groups, groups, [1, 32], weight.shape)
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(made, requires_grad=False)
-    with pytest.raises(UnsupportedModelError, match="torchao's Int4Tensor, which no CPU multiplies. Foredraft reads .*Intx, AWQ"):
+    with pytest.raises(UnsupportedModelError, match=r"torchao's Int4Tensor, which no CPU multiplies. Foredraft reads .*Intx, AWQ"):
         Target(model)
 
 
