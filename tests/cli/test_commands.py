@@ -221,7 +221,8 @@ def test_stderr_says_in_one_sentence_whether_it_was_faster(monkeypatch: pytest.M
 
 def test_verbose_shows_all_figures_in_one_line():
     result = generate("def area(radius):\n", *EXACT, "--drafter", "draft-model:zoo:python-1m", "--verbose")
-    _, line = result.stderr.splitlines()
+    execution, _, line = result.stderr.splitlines()
+    assert execution.startswith("execution ")
     for words in (" tokens/s", "acceptance length ", "target pass", " drafted, ", " accepted", "first token after", "rule match", "greedy"):
         assert words in line
     assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line

@@ -66,6 +66,12 @@ def learning_line(drafter: str, facts: Mapping[str, Any]) -> str:
     return " · ".join([*figures, f"cost {facts['seconds']['lost']:.1f} s"])
 
 
+def execution_line(execution: str, reasons: Mapping[str, str]) -> str:
+    """How the target's passes are made, and what keeps them from the kernels, with ``--verbose``."""
+    why = "; ".join(reasons[name] for name in ("packed", "fused") if name in reasons)
+    return f"execution {execution}" + (f" ({why})" if why else "")
+
+
 def shape_of(stats: Stats) -> str:
     """The shape, and the one most used where it was chosen anew in every round."""
     if stats.shape != "auto" or not stats.shapes:
