@@ -107,7 +107,7 @@ class DraftModel(LearningDrafter):
         self.vocabulary, self._tokenizer = vocabulary, tokenizer
         self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
-        self._bound: Target  # the one that it drafts for
+        self._bound: Target | None = None  # the one that it drafts for
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
@@ -226,9 +226,8 @@ class DraftModel(LearningDrafter):
         return True
 
     def _keep_to_budget(self) -> None:
-        own, target = self.model.cache, self._bound.cache
-        if isinstance(own, PagedCache) and isinstance(target, PagedCache):
-            own.keep_to(target)
+        if self._bound is not None and isinstance(self.model.cache, PagedCache) and isinstance(self._bound.cache, PagedCache):
+            self.model.cache.keep_to(self._bound.cache)
 
     def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
         """What the draft model reads for ``rows``, where it has an encoder."""
