@@ -92,10 +92,9 @@ class PagedCache(TreeCache):
         share: bool = True,
         unread: int = 1,
         most: Sequence[int] | None = None,
-        at_once: bool = True,
     ) -> list[int]:
         """Take pages for ``texts``, whose rows :meth:`open` is about to append. How many tokens of each the cache holds already, because
-        another text began like it. A text may share with those before it in ``texts``, which are computed first.
+        another text began like it. A text may share with those before it in ``texts``, which are computed first, and before any row leaves.
 
         Args:
             live: the texts of live rows.
@@ -103,7 +102,6 @@ class PagedCache(TreeCache):
             share: whether they may share at all.
             unread: so many tokens of each must still be computed.
             most: tokens of each that it may share at most.
-            at_once: they are computed before any row leaves. Otherwise nobody shares what is not computed yet.
 
         Raises:
             CacheMemoryError: there are not enough pages; nothing has changed.
@@ -137,7 +135,7 @@ class PagedCache(TreeCache):
                 whole.opening.append(table)
                 for store in self.windows:
                     store.begun(table, length)
-                taken = self.pool.take(count)
+                taken = self.pool.take(count, after=kept[-1] if kept else None)
                 table += taken
                 self._fit()
                 if partly:
@@ -147,9 +145,7 @@ class PagedCache(TreeCache):
                     for store in self.windows:
                         self._own_copy(store, store.opening[-1], length, taken[0])
                 fresh.update(taken)
-                full = (
-                    (len(text) - max(0, unread - 1)) // PAGE if share and at_once else 0
-                )  # pages that will be full when the row has been read
+                full = max(0, len(text) - max(0, unread - 1)) // PAGE if share else 0  # pages that will be full when the row has been read
                 self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
                 told.append(full * PAGE)
                 lengths.append(length)
@@ -260,6 +256,12 @@ class PagedCache(TreeCache):
         self._memory, self._beside = memory, beside
         for pool, size in zip(self.pools, self._sizes):
             pool.limit = None if memory is None or not size else memory // sum(self._sizes)
+
+    def keep_to(self, other: PagedCache) -> None:
+        """Have no more pages of any kind than ``other``, whose budget counts one of each beside each of its own."""
+        self.pool.spare = other.pool.spare
+        for store in self.stores:
+            store.pool.keep_to(other.pool)
 
     def fill(self) -> None:
         """Finished texts may stay until the limit is reached, however little live rows hold."""
@@ -422,7 +424,7 @@ class PagedCache(TreeCache):
         """Give slots ``start`` to ``end`` of a row pages, and copies of pages that others read."""
         store, table = self.stores[0], self.tables[row]
         if (missing := pages_of(end) - len(table)) > 0:
-            store.extend(row, self.pool.take(missing))
+            store.extend(row, self.pool.take(missing, after=table[-1] if table else None))
         over = pages_of(min(end, self._filled[row])) if start < self._filled[row] else 0  # nobody has read anything after it
         for index in range(start // PAGE, over):
             if self.pool.counts[table[index]] > 1:
