@@ -301,7 +301,7 @@ def test_what_setting_a_row_aside_frees_includes_a_run_that_no_other_row_holds()
 def test_models_whose_layers_are_their_own_have_pages_on_request():
     asked, auto = Target(model("bart"), execution="eager", cache_memory=0.5), Target(model("bart"), execution="eager")
     assert isinstance(asked.cache, SourcedPages) and "the model has an encoder" in asked.reasons["paged_attention"]
-    assert not isinstance(auto.cache, SourcedPages) and "a size of cache_memory asks for that" in auto.reasons["pages"]
+    assert not isinstance(auto.cache, SourcedPages) and "a size or a fraction as cache_memory" in auto.reasons["pages"]
     assert auto.pools == [] and auto.needed([START], None, 5, some_sources("bart", 1)[0]) == []
     with pytest.raises(ConfigurationError, match=r"cache_memory needs a cache in pages.*self_test=False"):
         Speculator(model("bart"), "none", execution="eager", cache_memory="1GiB", self_test=False)
