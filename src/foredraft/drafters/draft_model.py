@@ -107,7 +107,7 @@ class DraftModel(LearningDrafter):
         self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
-        self._smaller = self._beside = False
+        self._smaller, self._beside = False, True
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
 
