@@ -109,7 +109,7 @@ class DraftModel(LearningDrafter):
         self._target: Target | None = None
         self._bound: Target | None = None  # the one that it drafts for
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
-        self._smaller = self._beside = False
+        self._smaller, self._beside = False, True
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
         self._short = False  # of pages, until a row leaves
@@ -233,7 +233,13 @@ class DraftModel(LearningDrafter):
         return True
 
     def _keep_to_budget(self) -> None:
-        if self._bound is not None and isinstance(self.model.cache, PagedCache) and isinstance(self._bound.cache, PagedCache):
+        """Of the target's device; on another one, nothing counts what the draft model keeps."""
+        if (
+            self._beside
+            and self._bound is not None
+            and isinstance(self.model.cache, PagedCache)
+            and isinstance(self._bound.cache, PagedCache)
+        ):
             self.model.cache.keep_to(self._bound.cache)
 
     def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
