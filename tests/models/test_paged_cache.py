@@ -268,7 +268,8 @@ def test_an_interrupt_between_taking_pages_and_opening_rows_leaves_nothing_behin
         if interrupted:
             cache.open = lambda lengths: exec("raise KeyboardInterrupt")
             with pytest.raises(KeyboardInterrupt):
-                session.step()
+                while session.live:
+                    session.step()
             del cache.open
         while session.live:
             session.step()
