@@ -397,8 +397,8 @@ FAULTS = [
     Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
     Fault(
         "eagle3.py",
-        "if self._version != self._target.version:\n            self._clear()\n        first",
-        "if False:\n            self._clear()\n        first",
+        "if self._version != self._target.version:\n            self._clear()\n        self._keep",
+        "if False:\n            self._clear()\n        self._keep",
         SHARING,
     ),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
