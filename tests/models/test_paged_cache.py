@@ -258,6 +258,11 @@ def test_pages_come_back_from_texts_that_are_over():
     assert pool.made <= made + pool.spare + 5 and pool.held == 5
 
 
+def finish(session):
+    while session.live:
+        session.step()
+
+
 def test_an_interrupt_between_taking_pages_and_opening_rows_leaves_nothing_behind():
     """In the cache of the draft, which is not released then, because it has no rows yet."""
     drafter = DraftModel(build("llama", torch.float32), execution="native")
@@ -268,8 +273,7 @@ def test_an_interrupt_between_taking_pages_and_opening_rows_leaves_nothing_behin
         if interrupted:
             cache.open = lambda lengths: exec("raise KeyboardInterrupt")
             with pytest.raises(KeyboardInterrupt):
-                while session.live:
-                    session.step()
+                finish(session)
             del cache.open
         while session.live:
             session.step()
