@@ -30,7 +30,7 @@ from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign,
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
-from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
+from foredraft.models.encoder_decoder import Source, fitted, start_of, window_of, with_encoder_of
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
@@ -180,6 +180,10 @@ class DraftModel(LearningDrafter):
             raise ConfigurationError(
                 f"the encoder of the draft {name_of(draft)} reads {draft.main_input_name}, and the target's {target.model.main_input_name}"
             )
+        elif target.sourced and encoder and (theirs := window_of(target.model)) != (own := window_of(draft)):
+            raise ConfigurationError(
+                f"the encoder of the draft {name_of(draft)} reads {own} mel bins and states, and the target's {theirs}"
+            )
         if target.sourced and self.learn is not None:
             raise ConfigurationError("a draft with an encoder cannot learn while it serves yet: leave learn out")
 
@@ -202,6 +206,12 @@ class DraftModel(LearningDrafter):
             return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.trained}; draft fewer"
         return None
 
+    def check_source(self, source: Source) -> None:
+        if self.foreign is not None and self._states is None:
+            self.foreign.vocabularies.text(source)
+        elif self._states is None:
+            source.read_anew()
+
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self.foreign is None else self.foreign.begin(rows)
         reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
@@ -214,7 +224,8 @@ class DraftModel(LearningDrafter):
         """What the draft model reads for ``rows``, where it has an encoder."""
         given = [row.source for row in rows if row.source is not None and self.template is None]
         if self._states is None:
-            return [each.read_anew() if self.foreign is None else self.foreign.source(each) for each in given]
+            draft = self.model.model
+            return [fitted(draft, each.read_anew() if self.foreign is None else self.foreign.source(each)) for each in given]
         assert isinstance(self._states.backend, Eager)
         encoded, dtype = self._states.backend.encoded(given), self.model.model.dtype
         return [Source({}, each.states[None].to(dtype), each.source.ids) for each in encoded]
