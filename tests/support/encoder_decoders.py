@@ -111,6 +111,11 @@ FAMILIES = {
     "mt5": Family("MT5ForConditionalGeneration", {**_T5, **_GATED}),
     "umt5": Family("UMT5ForConditionalGeneration", {**_T5, **_GATED}),
     "longt5": Family("LongT5ForConditionalGeneration", {**_T5, **_GATED, "local_radius": 4}, implementations=EAGER),
+    "longt5 global": Family(
+        "LongT5ForConditionalGeneration",
+        {**_T5, **_GATED, "local_radius": 4, "global_block_size": 4, "encoder_attention_type": "transient-global"},
+        implementations=EAGER,
+    ),
     "bart": Family("BartForConditionalGeneration", _BART),
     "mbart": Family("MBartForConditionalGeneration", _BART),
     "plbart": Family("PLBartForConditionalGeneration", _BART),

@@ -522,6 +522,34 @@ def test_a_draft_reads_the_states_of_the_targets_encoder():
         DraftModel(draft, encoder="targets")
 
 
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+def test_a_draft_with_the_targets_encoder_shares_it(execution, tmp_path, always):
+    """As distil-whisper's checkpoints have it."""
+    model = copy.deepcopy(build("whisper"))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        draft = transformers.WhisperForConditionalGeneration(copy.deepcopy(model.config)).eval()
+    draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    other = copy.deepcopy(draft)
+    other.get_encoder().layers[1].fc2.weight.data[0, 0] += 1e-3
+    for name, each in {"target": model, "same": draft, "other": other}.items():
+        each.save_pretrained(tmp_path / name)
+    given, read = {**sources("whisper"), "max_new_tokens": 8, "do_sample": False}, []
+    expected = model.generate(**given)
+    for name, shared, options in (("same", True, {}), ("other", False, {}), ("same", False, {"encoder": "own"})):
+        drafter = DraftModel(str(tmp_path / name), **options)
+        speculator = Speculator(str(tmp_path / "target"), drafter, shape="chain(3)", execution=execution)
+        assert speculator.target.execution == execution
+        assert (drafter.model.model.get_encoder() is speculator.model.get_encoder()) == shared == (drafter._states is not None)
+        drafter.model.model.get_encoder().register_forward_hook(lambda *given: read.append(1))
+        assert torch.equal(speculator.generate(**given).sequences, expected)
+        speculator.close()
+        assert len(read) == 1, "the target's encoder once, or the draft's"
+        del read[:]
+    held = Speculator(copy.deepcopy(model), DraftModel(draft), shape="chain(3)").drafter
+    assert held._states is not None and held.model.model.get_encoder() is draft.get_encoder()
+
+
 @pytest.mark.parametrize("vocabulary", nightly_but({("intersection",)}, [("intersection",), ("text",), ("auto",)]))
 def test_drafts_with_another_tokenizer_read_the_source_as_text(vocabulary, monkeypatch):
     text, tokenizers, models = "def area(width): caf\u00e9", [vocabularies.tokenizer(kind) for kind in ("byte-level", "unigram")], []

@@ -30,7 +30,15 @@ from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign,
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
-from foredraft.models.encoder_decoder import Source, fitted, start_of, window_of, with_encoder_of
+from foredraft.models.encoder_decoder import (
+    Source,
+    borrow_encoder,
+    fitted,
+    same_encoder,
+    start_of,
+    window_of,
+    with_encoder_of,
+)
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
@@ -55,8 +63,9 @@ class DraftModel(LearningDrafter):
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
-    encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target and kept its encoder;
-        ``own`` has its own encoder read the source. A Whisper without an encoder always gets the target's states.
+    encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target; ``own`` has its own
+        encoder read the source; ``auto`` is ``target`` if both encoders have the same weights. A Whisper without an encoder always gets
+        the target's states.
     template: for a target with an encoder, what a causal language model reads in front of the text, with ``{source}`` where the text of the
         source stands, such as ``"English: {source} German:"``. ``{text}`` may stand at its end.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
@@ -81,15 +90,15 @@ class DraftModel(LearningDrafter):
         learn: bool | str | Path | Mapping[str, Any] = False,
         vocabulary: str = "auto",
         tokenizer: Any = None,
-        encoder: str = "own",
+        encoder: str = "auto",
         template: str | None = None,
     ):
         source = named(source)
-        if encoder not in ("own", "target"):
-            raise unknown("unknown encoder", encoder, ("own", "target"))
+        if encoder not in ("auto", "own", "target"):
+            raise unknown("unknown encoder", encoder, ("auto", "own", "target"))
         self.template = checked(template)
         self._states: Target | None = None  # whose encoder's states it reads, where these are not its own
-        self._given_states = encoder == "target"
+        self._encoder = encoder
         check_quantization(quantization, source)
         self.learn = LearnOptions.of(learn)
         if self.learn is not None and quantization is not None:
@@ -122,9 +131,13 @@ class DraftModel(LearningDrafter):
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
             draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization, encoders=target.sourced)
-        given_states = self._given_states
+        given_states = self._encoder == "target"
         if target.sourced and type(unwrap(draft)).__name__ == "WhisperForCausalLM":
             draft, given_states = with_encoder_of(target.model, unwrap(draft)), True
+        elif self._encoder == "auto" and target.sourced and _same_encoder(target, unwrap(draft)):
+            given_states = True
+            if isinstance(self.source, str):
+                borrow_encoder(unwrap(draft), target.model)
         self._states = target if given_states else None
         self._check_encoders(target, unwrap(draft))
         self.foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary, self.template)
@@ -418,6 +431,15 @@ def checked(template: str | None) -> str | None:
     if said is not None and (SOURCE not in said or TEXT in said):
         raise ConfigurationError(f"a template has {SOURCE} where the source stands, and ends where the text begins; got {template!r}")
     return said
+
+
+def _same_encoder(target: Target, draft: PreTrainedModel) -> bool:
+    """Whether ``draft`` has kept the encoder of the model that it was made from. The target's packed layers are unpacked only if all else
+    is the same."""
+    if not draft.config.is_encoder_decoder or draft.device != target.device or not same_encoder(target.model, draft, known=False):
+        return False
+    with target.unpacked():
+        return same_encoder(target.model, draft)
 
 
 def _moved(tree: TokenTree, device: torch.device) -> TokenTree:

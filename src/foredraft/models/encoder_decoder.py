@@ -440,6 +440,31 @@ def with_encoder_of(model: Any, decoder: Any) -> Any:
     return whole.eval()
 
 
+def same_encoder(model: Any, other: Any, *, known: bool = True) -> bool:
+    """Whether the encoders of two models have the same weights. Unless all are ``known``, those without storage, as they are while packed
+    ones replace them, are left out."""
+    encoders = [each.get_encoder() for each in (model, other)]
+    ours, theirs = (each.state_dict() for each in encoders)
+    if type(encoders[0]) is not type(encoders[1]) or ours.keys() != theirs.keys():
+        return False
+    for one, two in ((ours[name], theirs[name]) for name in ours):
+        if type(one) is not Tensor or type(two) is not Tensor or one.shape != two.shape or one.dtype != two.dtype:
+            return False  # quantised ones are no plain tensors
+        if (known or not one.is_meta) and (one.is_meta or two.is_meta or not torch.equal(one, two)):
+            return False
+    return True
+
+
+def borrow_encoder(model: Any, owner: Any) -> None:
+    """Give ``model`` the encoder of ``owner`` in place of its own."""
+    own = model.get_encoder()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is own:
+                setattr(parent, name, owner.get_encoder())
+    BORROWERS.add(model)
+
+
 BORROWERS: WeakSet[torch.nn.Module] = WeakSet()  # models with the encoder of another one
 
 
