@@ -285,7 +285,7 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
 
 def check_shape(input_ids: Any) -> None:
     if isinstance(input_ids, Tensor) and input_ids.is_floating_point():
-        raise ConfigurationError(f"input_ids must be integers, token ids of the model's tokenizer, got {input_ids.dtype}")
+        raise ConfigurationError(f"input_ids must be integers, got {input_ids.dtype}; the model reads the token ids of its tokenizer")
     if input_ids is not None and (not isinstance(input_ids, Tensor) or input_ids.ndim != 2):
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ConfigurationError(f"input_ids must be a tensor [B, L] of token ids, got {shape}; tokenize with return_tensors='pt'")

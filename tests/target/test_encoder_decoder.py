@@ -394,7 +394,7 @@ def test_what_cannot_be_verified_is_refused_by_name(name):
             {"input_features": torch.zeros(1, 8, 60)},
             "reads text, not sound: pass input_ids, token ids of its tokenizer, not input_features",
         ),
-        ({"inputs": torch.zeros(1, 8, 60)}, "input_ids must be integers, token ids of the model's tokenizer"),
+        ({"inputs": torch.zeros(1, 8, 60)}, "input_ids must be integers, got torch.float32; the model reads the token ids"),
     ],
 )
 def test_bad_calls(given, message):
