@@ -1,8 +1,9 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests; those of the kernels on ARM where a cross compiler and qemu are (CONTRIBUTING.md)
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
-# make nightly  the combinations that make test leaves out, make sanitize, make mutants and make compat
+# make nightly  the combinations that make test leaves out, make sanitize, make avx2, make mutants and make compat
 # make sanitize  the tests that run the C kernels, on builds with AddressSanitizer and UndefinedBehaviorSanitizer. Needs gcc
+# make avx2   the same tests with the kernels built for AVX2, on a CPU that has AVX-512 too
 # make compat the programs that call model.generate, and the server's clients, with the real libraries, in two environments of their own
 # make mutants  one-line faults in a copy of the package, each of which must turn a test red
 # make check  ruff and mypy, and the docs
@@ -25,7 +26,7 @@ JOBS ?= 2
 # One thread each: on tiny models, threads that wait for each other cost more than they compute.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test compat golden nightly sanitize mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test compat golden nightly sanitize avx2 mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,16 +76,22 @@ golden: $(VENV)/.installed-test
 nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m nightly
 	$(MAKE) sanitize
+	$(MAKE) avx2
 	$(BIN)/python tests/mutants --jobs $(JOBS)
 	$(MAKE) compat
 
-# Python's own allocator would hide overruns, and does not give its memory back at the end. Reports go to the terminal.
-SANITIZED := tests/target/test_native.py tests/target/test_native_segments.py tests/target/test_packing.py \
-  tests/target/test_quantization.py tests/drafters/test_native_growth.py tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py \
+RUN_KERNELS := $(addprefix tests/target/,test_native.py test_native_segments.py test_native_described.py test_native_experts.py \
+  test_native_sourced.py test_packing.py test_quantization.py test_groups.py test_grouped_experts.py test_invariance.py \
+  test_paged_attention.py test_handed_pages.py test_pages_elsewhere.py) \
+  tests/models/test_paged_cache.py tests/drafters/test_native_growth.py tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py \
   tests/heads/test_ngram_log_odds.py tests/test_threads.py
+# Python's own allocator would hide overruns, and does not give its memory back at the end. Reports go to the terminal.
 sanitize: $(VENV)/.installed-test
 	CC=gcc FOREDRAFT_SANITIZE=address,undefined PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(BIN)/python -m pytest $(WORKERS) --capture=sys $(SANITIZED)
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(BIN)/python -m pytest $(WORKERS) --capture=sys $(RUN_KERNELS)
+
+avx2: $(VENV)/.installed-test
+	FOREDRAFT_INSTRUCTIONS=avx2 $(BIN)/python -m pytest $(WORKERS) $(RUN_KERNELS)
 
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tests/mutants --jobs $(JOBS)

@@ -271,7 +271,8 @@ class Online(Suite[Settings]):
         for first in range(0, settings.tokens, settings.every):
             closed = mean(self.closed(first, first + settings.every))
             calls = [each for each in self.calls if each.part == SHIFT and first <= each.served < first + settings.every]
-            rates = [f"{rate([each for each in calls if each.side == side]):.1f}" for side in (LEARNING, FROZEN, PLAIN)]
+            found = [rate([each for each in calls if each.side == side]) for side in (LEARNING, FROZEN, PLAIN)]
+            rates = [f"{each:.1f}" if each else "—" for each in found]
             steps = max((each.steps for each in calls), default=0)
             curve.append([f"{first:,}–{first + settings.every:,}", "—" if closed is None else closed.text(), *rates, str(steps)])
         fixed = [each for each in self.alphas if each.draft != LEARNING]

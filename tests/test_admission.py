@@ -21,8 +21,11 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
+from foredraft.target import target as target_module
 
 pytestmark = needs_kernels
 
@@ -212,6 +215,57 @@ def test_a_draft_shares_only_what_it_has_read(joins):
         assert session.stats.acceptance_rate == 1.0
 
 
+@pytest.mark.parametrize(("drafter", "shape"), covered(["draft-model", "eagle3"], ["chain(3)", "dynamic(depth=6,k=8,total=4)"], ways=1))
+def test_target_and_draft_together_stay_within_the_budget(drafter, shape):
+    begin = [token % 97 for token in range(3, 203)]
+    rows = [*([[*begin, 1]] * 4), *rows_of(2), [*begin, 2], [*begin, 1]]
+    wanted = serve(speculator_of("none").session(), rows, new=150, do_sample=True)
+    speculator = speculator_of(drafter, pages=10 + int(10 * BESIDE[drafter]), shape=shape)
+    session, drafted = speculator.session(), speculator.drafter
+    step = session.step
+
+    def watched():
+        commits = step()
+        caches = speculator.target.cache, drafted.model.cache if drafter == "draft-model" else drafted._cache
+        assert sum(cache.pool.made * cache.page_bytes for cache in caches) <= speculator.target.budget
+        return commits
+
+    session.step = watched
+    assert serve(session, rows, new=150, do_sample=True) == wanted
+    assert session.memory.set_aside > 0 and session.stats.accepted > 0
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_equal_prompts_share_their_pages_in_a_draft_model(limit):
+    speculator = speculator_of("draft-model", pages=limit)
+    draft, prompt = speculator.drafter.model, torch.arange(3, 303)[None] % 97
+    pages = []
+    commit = draft.commit
+    draft.commit = lambda *given: pages.append(draft.pools[0].held) or commit(*given)
+    how = {"do_sample": True, "num_return_sequences": 6, "max_new_tokens": 8, "seed": 3}
+    got = speculator.generate(prompt, **how).sequences
+    assert torch.equal(got, speculator_of("none").generate(prompt, **how).sequences)
+    if limit is None:  # otherwise rows wait for each other
+        assert max(pages) == 4 + 6, "six rows share the four full pages of their prompt"
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "eagle3"])
+def test_a_draft_that_gets_no_pages_waits_until_a_row_leaves(drafter, monkeypatch):
+    rows = rows_of(3)
+    free = speculator_of(drafter).session()
+    wanted = serve(free, rows, new=60)
+    keep_to = PagedCache.keep_to
+
+    def kept(self, other):
+        keep_to(self, other)
+        self.pool.limit = 5
+
+    monkeypatch.setattr(PagedCache, "keep_to", kept)
+    session = speculator_of(drafter).session()
+    assert serve(session, rows, new=60) == wanted
+    assert 0 < session.stats.drafted < free.stats.drafted
+
+
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +347,27 @@ def test_budgets_that_make_no_sense_are_refused():
         RowParameters(max_new_tokens=1, isolation=7)
     with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):
         Speculator(model, "none", execution="native").generate(torch.tensor([[1, 2]]), max_new_tokens=1, isolation=7)
+
+
+def test_what_a_draft_takes_is_not_promised_to_the_cache(monkeypatch):
+    free = [100 * PAGE_BYTES]
+    monkeypatch.setattr(target_module, "free_memory_of", lambda device: free[0])
+
+    class Large(PromptLookup):
+        def bind(self, target):
+            super().bind(target)
+            free[0] //= 2
+
+    made = Speculator(build("qwen3", torch.float32), Large(), execution="native", cache_memory=0.5)
+    assert made.target.budget == 25 * PAGE_BYTES and made.target.pools[0].limit == 25
+
+
+def test_where_free_memory_is_not_known_a_fraction_is_refused(monkeypatch):
+    monkeypatch.setattr(target_module, "free_memory_of", lambda device: None)
+    assert speculator_of("none").target.budget is None
+    with pytest.raises(ConfigurationError, match=r"cache_memory=0.5 is a fraction of the free memory.*give a size such as '6GiB'"):
+        speculator_of("none", cache_memory=0.5)
+    assert speculator_of("none", pages=3).target.budget == 3 * PAGE_BYTES
 
 
 def test_a_draft_shares_the_budget():

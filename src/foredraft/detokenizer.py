@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 WINDOW = 8  # tokens of context that are decoded again with every piece
@@ -14,10 +14,17 @@ class Detokenizer:
 
     A character may take several tokens, and a token's text may depend on those before it (a leading space). So the last few
     tokens are decoded together each time, and what is new and cannot change any more is given out.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: tokens in front of the row.
+        keep: special tokens that are text; all others are none.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
+    def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), keep: Collection[str] = ()):
         self._tokenizer = tokenizer
+        special = special_tokens(tokenizer) if keep else {}
+        self._dropped = {number for token, number in special.items() if token not in keep} if special.keys() & keep else None
         self._ids = list(prompt[-4 * WINDOW :])
         text = self._decode(self._ids)
         self._given = len(text)  # characters of the window's text that were given out
@@ -59,4 +66,11 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if self._dropped is not None:
+            ids = [each for each in ids if each not in self._dropped]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._dropped is None, clean_up_tokenization_spaces=False))
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The tokens that decoding leaves out where special tokens are skipped."""
+    return {str(token): number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "regex", "grammar"]
 FORCED = 16  # tokens that are looked for ahead
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # how llguidance is to have JSON written
 MODULES = {"llguidance": "llguidance", "xgrammar": "xgrammar", "outlines": "outlines_core"}  # in order of preference
 
 
@@ -113,8 +114,7 @@ class LLGuidance(Compiled):
 
         super().__init__(tokenizer, ends, kind, source)
         if kind == "json_schema":
-            one_line = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults=one_line)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults=ONE_LINE)
         else:
             grammar = llguidance.grammar_from("ebnf" if is_ebnf(kind, source) else "lark" if kind == "grammar" else kind, source)
         self.first = llguidance.LLMatcher(_llguidance_tokenizer(tokenizer, self.width, ends), grammar, log_level=0)

@@ -177,20 +177,22 @@ def _whole(logits: Tensor, target: Tensor, loss: Loss, wanted: bool) -> tuple[Te
 
 def _joined(logits: Tensor, target: Few, loss: Loss, wanted: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As :func:`_whole`, of a few tokens and all others together. The gradient is written down: autograd would go over all tokens many
-    times."""
+    times. A token beyond V, which the target alone has, is one that neither draws."""
     log_q = torch.log_softmax(logits.detach(), -1)
-    some, others = log_q.gather(-1, target.ids), log_q.exp().scatter_(-1, target.ids, 0.0)
+    outside = target.ids >= logits.shape[-1]
+    ids = torch.where(outside, target.ids[:, :1], target.ids).clamp(max=logits.shape[-1] - 1)
+    some, others = log_q.gather(-1, ids), log_q.exp().scatter_(-1, ids, 0.0)
     rest = others.sum(-1, keepdim=True).clamp(min=torch.finfo(log_q.dtype).tiny)
-    known = target.log_probabilities.to(log_q.dtype)
+    known = target.log_probabilities.to(log_q.dtype).masked_fill(outside, -torch.inf)
     log_p = torch.cat([known, torch.log(1 - known.exp().sum(-1, keepdim=True).clamp(max=1))], -1).clamp(min=FLOOR)
-    joined = torch.cat([some, rest.log()], -1).requires_grad_(wanted)
+    joined = torch.cat([some.masked_fill(outside, -torch.inf), rest.log()], -1).requires_grad_(wanted)
     bounded = joined.clamp(min=FLOOR)
-    each, gradient = loss(log_p, bounded, torch.zeros_like(target.ids[:, 0])), None
+    each, gradient = loss(log_p, bounded, torch.zeros_like(ids[:, 0])), None
     if wanted:
         by_outcome = torch.autograd.grad(each.sum(), joined)[0]
         total = by_outcome.sum(-1, keepdim=True)
-        gradient = others.mul_(by_outcome[:, -1:] / rest - total).scatter_(-1, target.ids, -some.exp() * total)
-        gradient.scatter_add_(-1, target.ids, by_outcome[:, :-1])  # a token may be there twice
+        gradient = others.mul_(by_outcome[:, -1:] / rest - total).scatter_(-1, ids, -some.exp() * total)
+        gradient.scatter_add_(-1, ids, by_outcome[:, :-1])  # a token may be there twice
     return each.detach(), overlap(log_p, bounded).detach(), target.ids[:, 0], gradient
 
 

@@ -87,8 +87,8 @@ class Stats(Described):
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
         shapes: number of rounds per shape; chain(0) is a round without a draft.
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
-        learning: of a drafter that learns (docs/online.md), since it was built: its version, steps, swaps, refusals, seconds, and α over
-            the tokens served. None for others.
+        learning: of a drafter that learns (docs/online.md), since it was built: its version, steps, swaps, seconds, and α over the
+            tokens served; of several that learn, such a dictionary for each, by its name. None for others.
         memory: what the target's cache held when a row was over last (:class:`CacheMemory`); None where it has no pages.
         rows: one :class:`RowStats` per row; in a :class:`~foredraft.session.Session`, of the rows that are not over.
     """
@@ -203,3 +203,8 @@ class Stats(Described):
         for row, values in zip(self.rows, plain["rows"]):
             values["acceptance_length"] = row.acceptance_length if row.passes else None
         return plain
+
+
+def by_drafter(learning: dict[str, Any] | None, name: str) -> dict[str, dict[str, Any]]:
+    """What each drafter says of its ``learning``, by its name; ``name`` is that of the only one."""
+    return {name: learning} if learning is not None and "version" in learning else learning or {}

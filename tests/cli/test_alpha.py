@@ -209,11 +209,50 @@ def test_one_pass_says_what_a_draft_with_another_tokenizer_says_after_every_begi
         assert rewritten or draft == "wordpiece"  # else a line of tokens would do
 
 
-def test_a_run_with_another_tokenizer(quick: None, tmp_path: Path):
+@pytest.fixture
+def other(tmp_path: Path) -> tuple[object, ...]:
+    """Arguments for a draft with another tokenizer."""
     for kind in ("byte-level", "unigram"):
         vocabularies.model(kind).save_pretrained(tmp_path / kind)
         vocabularies.tokenizer(kind).save_pretrained(tmp_path / kind)
     data = written(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    result = cli("--target", tmp_path / "byte-level", "--draft", tmp_path / "unigram", "--data", data, "--threads", 1)
-    assert result.exit_code == 0, result.output
+    return "--target", tmp_path / "byte-level", "--draft", tmp_path / "unigram", "--data", data, "--threads", 1
+
+
+@pytest.mark.parametrize("enough", [0.0, 2.0])
+def test_a_run_with_another_tokenizer(other: tuple[object, ...], enough: float, monkeypatch: pytest.MonkeyPatch):
+    """What is timed and written down drafts as it was compared, also where another vocabulary would be chosen."""
+    timed = []
+
+    def measured(speculator: Speculator) -> CostModel:
+        assert isinstance(speculator.drafter, DraftModel) and speculator.drafter.foreign is not None
+        timed.append(speculator.drafter.foreign.by)
+        return known_costs(pass_=1.0, level=0.01)
+
+    monkeypatch.setattr(alpha, "measured", measured)
+    monkeypatch.setattr("foredraft.drafters.vocabularies.ENOUGH", enough)
+    result = cli(*other)
+    assert result.exit_code == 0 and timed == ["intersection"], result.output
     assert "the target knows" in result.stdout and "of the draft's tokens" in result.stdout
+    assert "unigram --drafter-option vocabulary=intersection --shape 'chain(" in result.stdout and "cut" not in result.stdout
+
+
+def test_texts_beyond_the_context_of_a_draft_with_another_tokenizer_are_cut(quick: None, other: tuple[object, ...], tmp_path: Path):
+    config, out, found = tmp_path / "unigram" / "config.json", tmp_path / "out.json", []
+    for context in (512, 40):
+        config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": context}))
+        result = cli(*other, "--length", 40, "--json", out)
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(out.read_text()))
+    assert "2 texts cut where the draft's context ends" in result.stdout
+    assert [each["cut"] for each in found] == [0, 2] and 0 < found[1]["whole"]["tokens"] < found[0]["whole"]["tokens"]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 2}))
+    result = cli(*other)
+    assert result.exit_code == 2 and "no text fits the draft's context" in " ".join(result.stderr.split())
+
+
+def test_a_draft_that_only_takes_chains_is_refused_before_anything_is_measured(other: tuple[object, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("foredraft.target.passes.Passes.chains_only", "it is recurrent")
+    monkeypatch.setattr(alpha, "measured", None)
+    result = cli(*other)
+    assert result.exit_code == 2 and "another tokenizer: it is recurrent" in " ".join(result.stderr.split())

@@ -221,7 +221,8 @@ def test_stderr_says_in_one_sentence_whether_it_was_faster(monkeypatch: pytest.M
 
 def test_verbose_shows_all_figures_in_one_line():
     result = generate("def area(radius):\n", *EXACT, "--drafter", "draft-model:zoo:python-1m", "--verbose")
-    _, line = result.stderr.splitlines()
+    execution, _, line = result.stderr.splitlines()
+    assert execution.startswith("execution ")
     for words in (" tokens/s", "acceptance length ", "target pass", " drafted, ", " accepted", "first token after", "rule match", "greedy"):
         assert words in line
     assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line
@@ -573,8 +574,9 @@ def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
 
 
 def test_option_values():
-    given = ["a=1", "b=0.5", "c=true", "d=None", "e=zoo:x=y", "f-g=-3"]
-    assert parse_options(given) == {"a": 1, "b": 0.5, "c": True, "d": None, "e": "zoo:x=y", "f_g": -3}
+    given = ["a=1", "b=0.5", "c=true", "d=None", "e=zoo:x=y", "f-g=-3", 'h={"share": 0.1, "cores": [1]}', "i={source} German:"]
+    plain = {"a": 1, "b": 0.5, "c": True, "d": None, "e": "zoo:x=y", "f_g": -3, "i": "{source} German:"}
+    assert parse_options(given) == {**plain, "h": {"share": 0.1, "cores": [1]}}
 
 
 def test_default_drafters():

@@ -52,7 +52,7 @@ def test_an_embedded_model():
     assert shown(result.stdout)[1:] == [
         ["zoo:python-1m", "2", "full attention", "512 B", "32 KiB", "–"],
         ["llama, bfloat16", "2", "all", "512 B", "32 KiB", "–"],
-        ["model", "tokens", "a row takes", "with windows given back", "rows in 1MiB", "rows with windows given back"],
+        ["model", "tokens", "a row takes", "if window pages are freed", "rows in 1MiB", "rows if window pages are freed"],
         ["zoo:python-1m", "64", "32 KiB", "–", "32", "–"],
         ["100", "64 KiB", "–", "16", "–"],
     ]

@@ -68,6 +68,7 @@ MISTAKES = [
     ("serve zoo:python-8m --chat-template none.jinja", "cannot read 'none.jinja'"),
     ("serve zoo:python-8m --api-key a --api-key a", "given twice"),
     ("serve zoo:python-8m --drafter draft-model:zoo:python-1m --learn --api-key a --api-key b", "add --share"),
+    ("serve zoo:python-8m --drafter draft-model:zoo:python-1m --drafter-option learn={} --api-key a --api-key b", "add --share"),
     ("serve zoo:python-8m --host no.such.host.invalid", "cannot listen at no.such.host.invalid"),
     ("theory --alpha 1", "α must be at least 0 and less than 1"),
     ("theory --with none.json", "none.json is not readable JSON"),

@@ -24,6 +24,7 @@ from tape import Tape
 from foredraft import ConfigurationError, Speculator, testing
 from foredraft.backends import native, recorder
 from foredraft.backends.packing import onednn_lays_out
+from foredraft.cli.figures import figures_line
 from foredraft.drafters.base import Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import collecting, serving
@@ -64,7 +65,7 @@ def test_the_text_is_that_of_plain_decoding_with_a_swap_after_every_round(shape:
         before, rounds = learning.swaps, speculator.target.passes
         assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS, **options) == expected
         assert learning.swaps - before >= speculator.target.passes - rounds - 1 > 2
-    assert learning.refused == 0
+    assert learning.unusable == 0
 
 
 @needs_kernels
@@ -410,6 +411,22 @@ def test_a_learner_that_is_killed_is_started_again_and_given_up_at_last(
     learning.close()
 
 
+def test_the_log_has_a_line_for_each_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "foredraft")
+    clock = Clock()
+    learning = learning_at(tmp_path, clock, never_started)
+    for trials, refused, published in ((1, 1, 0), (2, 1, 1), (2, 1, 1)):
+        learning.buffer["before"], learning.buffer["after"] = 0.5, 0.5 + 0.1 * published
+        learning.buffer["refused"], learning.buffer["published"], learning.buffer["trials"] = refused, published, trials
+        serve(learning, clock, 3)
+    said = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
+    assert said == [
+        "trial 1: α 0.5000 with the weights in use, 0.5000 with the new ones, which are refused",
+        "trial 2: α 0.5000 with the weights in use, 0.6000 with the new ones, which are published as version 1",
+    ]
+    learning.close()
+
+
 def test_a_learner_that_cannot_be_started_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def refuse(folder: Path, options: LearnOptions) -> Any:
         raise OSError(12, "Cannot allocate memory")
@@ -451,11 +468,11 @@ def test_weights_that_are_nan_or_no_weights_are_never_used(tmp_path: Path, caplo
         learning.versions.save(number, weights)
         learning.buffer["published"] = number
         assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected
-        assert (learning.version, learning.refused, learning.buffer["refused"]) == (0, number, number)
+        assert (learning.version, learning.unusable, learning.buffer["unusable"]) == (0, number, number)
         assert not learning.versions.path(number).exists() and f"version {number} has" in caplog.text
     learning.versions.path(5).write_bytes(b"not whole")
     learning.buffer["published"] = 5
-    assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected and learning.refused == 5
+    assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected and learning.unusable == 5
     learning.versions.save(6, noisy(first, 1))
     learning.buffer["published"] = 6
     assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected and learning.version == 6
@@ -619,7 +636,8 @@ def test_what_was_learnt_for_another_pair_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"shre": 0.1}, "share"),
+        ({"shre": 0.1}, "no option 'shre', did you mean 'share'. Choose folder, share, between, cores, device, loss, rate, keep"),
+        ("{share: 0.1}", "write options as JSON"),
         ({"share": 2}, "between 0 and 1"),
         ({"keep": 0}, "keep"),
         ({"loss": "fkll"}, "unknown loss .fkll."),
@@ -649,10 +667,12 @@ def test_statistics_say_what_was_learnt(tmp_path: Path):
     learning._every = 10
     output = speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=60, pad_token_id=PAD)
     facts = output.stats.learning
-    assert learning.swaps - 1 == facts["swaps"] > 5 and facts["refused"] == 0 and facts["seconds"]["serving"] > 0
+    assert learning.swaps - 1 == facts["swaps"] > 5 and facts["unusable"] == 0 and facts["seconds"]["serving"] > 0
     assert len(facts["alpha"]) >= 4 and all(0 <= alpha <= 1 for _, alpha in facts["alpha"])
     assert [tokens for tokens, _ in facts["alpha"]] == sorted(tokens for tokens, _ in facts["alpha"])
     assert output.stats.to_dict()["learning"]["swaps"] == facts["swaps"]
+    *_, line = figures_line(output.stats, drafter="draft-model", sampled=False).splitlines()
+    assert f"draft-model learns · version {facts['version']} · {facts['swaps']} swaps · 0 steps · 0 trials, 0 refused · α 0." in line
     assert Speculator(tiny(), perturbed()).generate(torch.tensor(ROWS[:1]), max_new_tokens=4, pad_token_id=PAD).stats.learning is None
 
 

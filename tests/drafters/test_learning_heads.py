@@ -89,7 +89,7 @@ def test_the_text_is_that_of_plain_decoding_with_a_swap_after_every_round(kind: 
         swaps = learning.swaps
         assert generate(speculator, ROWS, max_new_tokens=12, **options) == expected
         assert learning.swaps > swaps + 3
-    assert learning.refused == 0
+    assert learning.unusable == 0
     assert all(torch.equal(value, before[name]) for name, value in source.named_parameters()), "the user's head is as it was"
 
 

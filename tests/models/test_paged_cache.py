@@ -258,6 +258,25 @@ def test_pages_come_back_from_texts_that_are_over():
     assert pool.made <= made + pool.spare + 5 and pool.held == 5
 
 
+def test_an_interrupt_between_taking_pages_and_opening_rows_leaves_nothing_behind():
+    """In the cache of the draft, which is not released then, because it has no rows yet."""
+    drafter = DraftModel(build("llama", torch.float32), execution="native")
+    session = Speculator(build("qwen3", torch.float32), drafter, execution="native", shape="chain(3)").session()
+    cache = drafter.model.cache
+    for interrupted in (False, True, False):
+        session.add(text(130), RowParameters(max_new_tokens=10))
+        if interrupted:
+            cache.open = lambda lengths: exec("raise KeyboardInterrupt")
+            with pytest.raises(KeyboardInterrupt):
+                session.step()
+            del cache.open
+        while session.live:
+            session.step()
+            assert len(cache.tables) == len(cache._keys) == len(cache.lengths) and not cache.stores[0].opening
+            assert cache.pool.held == len({page for table in cache.tables for page in table})
+    assert cache.pool.held == 0
+
+
 def serve_more_and_more(session):
     for row in range(20):
         session.add(text(130 + 64 * row, row), RowParameters(max_new_tokens=40))

@@ -80,6 +80,26 @@ def test_free_pages_come_before_new_ones_in_the_lowest_run_that_is_long_enough()
     assert pool.take(3) == [6, 9, 12]
 
 
+def test_a_row_gets_the_pages_behind_its_last_one_if_they_are_free():
+    pool = pool_of_4()
+    pool.take(8)
+    pool.drop([0, 3, 4, 5, 7])
+    assert pool.take(1, after=2) == [3] and pool.take(2, after=3) == [4, 5]
+    assert pool.take(1, after=5) == [0] and pool.take(1, after=7) == [7] and pool.take(2, after=7) == [8, 9]
+
+
+def test_where_a_page_is_evicted_it_is_the_one_behind_the_last_if_nothing_follows_it():
+    pool = pool_of_4(6, 6)
+    first, rest = leave(pool, [1, 2]), leave(pool, [5, 6, 7, 8, 9])
+    (row,) = pool.take(1)
+    last = leave(pool, [3, 4])
+    pool.take(1)
+    assert (first, rest, row, last) == ([0], [1, 2], 3, [4])
+    assert pool.take(1, after=row) == [4] and pool.evicted == 1, "though another page was used longer ago"
+    assert pool.take(1, after=0) == [0], "a page that is followed by another stays"
+    assert set(in_the_tree(pool).values()) == {1, 2} and pool.evicted == 2
+
+
 def test_a_page_is_free_when_its_last_holder_drops_it():
     pool = PagePool()
     (page,) = pool.take(1)
@@ -142,6 +162,19 @@ def test_the_limit_can_be_raised_and_lowered():
     assert (pool.made, pool.room) == (3, 3), "the page beyond the limit is gone with its row"
     pool.limit = None
     assert pool.room is None and pool.take(4) == [0, 1, 2, 3]
+
+
+def test_beyond_the_limit_what_is_cached_goes_first():
+    pool = pool_of_4(limit=5, spare=5)
+    leave(pool, range(20))
+    with pool.unlimited():
+        assert pool.room is None
+        pages = pool.take(3)
+        assert (pool.made, pool.cached, pool.evicted) == (5, 2, 3)
+        pages += pool.take(4)
+        assert (pool.made, pool.cached) == (7, 0)
+        pool.drop(pages)
+    assert (pool.made, pool.room) == (5, 5)
 
 
 def test_a_lowered_limit_takes_pages_beyond_it_from_the_tree():

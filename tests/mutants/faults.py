@@ -351,7 +351,8 @@ FAULTS = [
     Fault("pages.py", "and pool.lacks_windows(child.page):", "and False:", WINDOWS),
     Fault("pages.py", "        for each in self.windows:\n            each._release_for(page)\n", "", WINDOWS),
     Fault("windows.py", "return size if hidden else None", "return size", WINDOWS),
-    Fault("paged_cache.py", "if share and at_once else 0", "if share else 0", ADMISSION),
+    Fault("draft_model.py", "        self._keep_to_budget()\n        try:", "        try:", ADMISSION),
+    Fault("base.py", "if self.info.shares_target or self.page_bytes else", "if self.info.shares_target else", ADMISSION),
     Fault(
         "target.py",
         "        if not self.reuse_prefix:\n            pages = self._counted.whole",
@@ -401,7 +402,7 @@ FAULTS = [
         SHARING,
     ),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
-    Fault("target.py", "unread=unread, most=most, at_once=at_once)", "unread=unread, at_once=at_once)", SHARING),
+    Fault("target.py", "unread=unread, most=most)", "unread=unread)", SHARING),
     Fault(
         "target.py",
         "                pages[0] = max(pages[0], self._companion.needed(text, group, nodes))\n",

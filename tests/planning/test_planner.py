@@ -347,6 +347,27 @@ def test_a_measured_draft_model_and_its_target_are_left_as_they_were():
     assert all(seconds > 0 for seconds in costs.target.points[2].values())
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [2, 12])
+def test_measuring_takes_the_place_of_what_is_cached(rows: int):
+    """And no memory beyond the budget but for what its rows need; twelve rows need more."""
+    page = sum(Target(tiny()).page_bytes)
+    target = Target(tiny(), cache_memory=f"{8 * page}B")
+    cache, held = target.cache, []
+    take = cache.pool.take
+    cache.pool.take = lambda count: (take(count), held.append(cache.pool.held))[0]
+    for text in prompts((120, 110, 100, 120), seed=3):
+        target.open([text])
+        target.prefill([text], first=0)
+        target.reset()
+    assert cache.pool.cached == cache.pool.limit == 8
+    held.clear()
+    measure(CostModel(), target, PromptLookup(), rows=rows, largest=largest_shape(branches=False), seconds=0.5)
+    most = max(8, *held)
+    assert (most > 8) == (rows > 8)
+    assert cache.pool.made <= 8 and cache.stores[0].room <= most and cache.pool.limit == 8
+
+
 def test_a_draft_by_layers_of_the_target_is_charged_by_the_round_and_by_the_token():
     """A round takes 2 ms more than a whole pass of its size, and 3 ms for every token that is drafted."""
     costs, run = (

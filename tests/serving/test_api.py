@@ -228,6 +228,29 @@ def test_predictions_are_counted(url: str):
     assert "completion_tokens_details" not in full["usage"]
 
 
+def test_predictions_and_what_a_grammar_forces_are_both_drafted(url: str):
+    """And the predicted tokens alone are counted as such."""
+    grammar = {"regex": "(yes|no): a long text that the grammar forces"}
+    body = {"prompt": "hello", "max_tokens": 60, "seed": 2, "structured_outputs": grammar}
+    plain = post(url, **body)
+    found = {}
+    for predicted in ("other", text(plain)[0][:9]):
+        chunks = post(
+            url,
+            **body,
+            prediction={"type": "content", "content": predicted},
+            stream=True,
+            rounds=True,
+            stream_options={"include_usage": True},
+        )
+        assert joined(chunks) == text(plain)
+        drafters = {name for chunk in chunks for choice in chunk["choices"] for name in choice.get("round", {}).get("drafters", ())}
+        found[predicted] = chunks[-1]["usage"]["completion_tokens_details"]["accepted_prediction_tokens"], "grammar" in drafters
+    assert found.pop("other") == (0, True)
+    ((accepted, forced),) = found.values()
+    assert 0 < accepted < 10 and forced
+
+
 def test_request_metrics_are_vllms(url: str):
     found = post(url, prompt="hello", max_tokens=30, seed=2)["metrics"]["speculative_decoding"]
     assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
@@ -250,6 +273,20 @@ def test_grammars_hold_whole_and_streamed(url: str, path: str):
         choice = answer["choices"][0]
         written = choice["text"] if "text" in choice else choice["message"]["content"]
         assert list(json.loads(written)) == ["n"] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_objects(url: str, stream: bool):
+    """Whatever object it is: a grammar forces one, and the limit may cut it."""
+    bias = {str(tiny_chat().tokenizer.convert_tokens_to_ids("}")): 100}
+    answer = post(
+        url, "/v1/chat/completions", **CHAT, response_format={"type": "json_object"}, logit_bias=bias, max_tokens=20, stream=stream
+    )
+    if stream:
+        written = "".join(choice["delta"].get("content") or "" for chunk in answer for choice in chunk["choices"])
+    else:
+        written = answer["choices"][0]["message"]["content"]
+    assert json.loads(written) == {}
 
 
 def test_tokens_to_text_and_back(url: str):

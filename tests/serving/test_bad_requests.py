@@ -15,11 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from served import served, tiny_chat
+from served import TINY, served, tiny_chat
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.routing import Mount
 
+from foredraft import Speculator
+from foredraft.loading import load_model, load_tokenizer
 from foredraft.serving import Settings, application, formats, protect, sse
 from foredraft.serving.failures import ApiError
 from foredraft.serving.hard_schemas import check
@@ -147,6 +149,15 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("fields", "param"), CHATS, ids=[f"{param}{index}" for index, (_, param) in enumerate(CHATS)])
 def test_chat_fields(url: str, fields: dict[str, Any], param: str | None):
     assert refusal(httpx.post(url + "/v1/chat/completions", json=CHAT | fields, timeout=30), 400)["param"] == param
+
+
+def test_a_chat_without_a_template_is_refused():
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.chat_template = None
+    with served(Speculator(load_model(TINY), "none", tokenizer=tokenizer, execution="eager")) as url:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            error = refusal(httpx.post(url + path, json={"messages": CHAT["messages"]}, timeout=60), 400)
+            assert error["code"] == "no_chat_template" and "or start the server with --chat-template" in error["message"]
 
 
 @pytest.mark.parametrize("field", [{"tools": []}, {"add_generation_prompt": True}, {"chat_template_kwargs": {}}], ids=str)

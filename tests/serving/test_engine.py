@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 from engines import ask, job, parameters, read, run, running, table_speculator
-from helpers import repetitive, tiny
+from helpers import perturbed, repetitive, tiny
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.several import Several
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
 from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
@@ -544,11 +546,17 @@ def alone(session: Session, choice: Choice) -> list[int]:
     return text
 
 
-@pytest.mark.parametrize("drafter", ["prompt-lookup", pytest.param("suffix", marks=pytest.mark.nightly), "none"])
+NIGHTLY = ("suffix", "token-recycling", "several:draft-model,prompt-lookup")
+
+
+@pytest.mark.parametrize(
+    "drafter", ["prompt-lookup", "draft-model", "none", *(pytest.param(each, marks=pytest.mark.nightly) for each in NIGHTLY)]
+)
 def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
     """They come at random times, a fifth of them leave, and each row that stays has the text that its seed gives it alone."""
     jobs, generator = random_jobs(), random.Random(drafter)
-    speculator = Speculator(tiny(), drafter, self_test=False)
+    parts = [DraftModel(perturbed()) if each == "draft-model" else each for each in drafter.removeprefix("several:").split(",")]
+    speculator = Speculator(tiny(), parts[0] if len(parts) == 1 else Several(parts), self_test=False)
     stayed = 0
 
     async def client(engine: Engine, number: int, leaves: bool) -> None:
@@ -668,6 +676,16 @@ def test_what_is_over_leaves_nothing_behind(caplog):
 
     with caplog.at_level(logging.CRITICAL, "foredraft.serving"):  # what is logged is kept, with the frames of the failures
         run(main())
+
+
+def test_one_draft_learns_from_the_texts_of_several_keys_only_where_that_was_allowed(monkeypatch):
+    speculator, keys = table_speculator(), {"a": "one", "b": "two"}
+    Engine(speculator, Settings(keys=keys))
+    monkeypatch.setattr(type(speculator.drafter), "learnt", {})
+    with pytest.raises(ConfigurationError, match=r"add --share to allow that \(in Python, Settings\(share=True\)\)"):
+        Engine(speculator, Settings(keys=keys))
+    for settings in (Settings(keys=keys, share=True), Settings(keys={"a": "one"}), Settings()):
+        Engine(speculator, settings)
 
 
 def test_settings_that_cannot_work_are_named():

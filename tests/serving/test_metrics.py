@@ -9,11 +9,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from engines import ask, job, parameters, run, running, table_speculator
-from helpers import prompts, repetitive, tiny
+from helpers import perturbed, prompts, repetitive, tiny
+from learning_cases import never_started
 from prometheus_client.parser import text_string_to_metric_families
 
 from foredraft import RowParameters, Speculator
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.learning.serving import Learning
+from foredraft.drafters.several import Several
 from foredraft.guesses import Prediction
 from foredraft.rows import Commit
 from foredraft.serving.engine import Engine
@@ -29,7 +34,7 @@ HISTOGRAMS = [
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"),
-    "request_params_max_tokens",
+    *("request_params_max_tokens", "request_max_num_generation_tokens"),
 ]
 
 
@@ -90,6 +95,8 @@ def test_names_labels_and_sums():
             assert one(f"vllm:{name}_seconds_count") == count, name
         assert one("vllm:request_time_per_output_token_seconds_count") == 5  # with two tokens or more
         assert one("vllm:request_generation_tokens_sum") == 4 * (9 + 1) + 3
+        longest = "vllm:request_max_num_generation_tokens"
+        assert (one(f"{longest}_count"), one(f"{longest}_sum")) == (5, 4 * 9 + 3)  # of the rows of each request
         assert one("vllm:num_requests_running") == one("vllm:num_requests_waiting") == 0
 
         drafter = engine.session.drafter.name
@@ -99,6 +106,15 @@ def test_names_labels_and_sums():
         assert one("foredraft:row_passes_total", drafter=drafter) == stats.row_passes
         assert one("foredraft:plain_rounds_total", drafter=drafter) == stats.shapes.get("chain(0)", 0)
         assert one("foredraft:seconds_total", drafter=drafter, phase="target") > 0
+
+    run(main())
+
+
+def test_the_longest_row_of_a_request_counts_whenever_it_ends():
+    async def main() -> None:
+        async with running(table_speculator(), model="a model", max_rows=1) as engine:
+            await ask(engine, Choice([0], parameters(9)), Choice([1], parameters(2)))
+            assert samples(engine)["vllm:request_max_num_generation_tokens_sum"][()] == 9
 
     run(main())
 
@@ -129,6 +145,32 @@ def test_drafts_are_counted_for_the_one_of_several_that_made_them():
             assert set(counted) == {"prompt-lookup", "token-recycling", "prediction"}, counted
 
     run(main())
+
+
+def test_what_drafters_learn_is_counted_by_their_names(tmp_path: Path):
+    async def main() -> None:
+        learning = [DraftModel(perturbed(), learn={"folder": tmp_path / name}, execution="eager") for name in ("one", "other")]
+        alone = Speculator(tiny(), learning[0], shape="chain(2)", execution="eager")
+        async with running(alone, model="a model") as engine:
+            assert "foredraft:learning_alpha" not in samples(engine), "nothing was accepted or rejected yet"
+            learning[0].learning._every = 5
+            learning[0].learning.buffer["steps"] = 3
+            await ask(engine, Choice(prompts((9,))[0], RowParameters(20)))
+            found, facts = samples(engine), learning[0].learnt
+        one = (("drafter", "draft-model"),)
+        assert found["foredraft:learning_alpha"] == {one: facts["alpha"][-1][1]} and found["foredraft:learning_version"] == {one: 0}
+        assert [found[f"foredraft:learning_{name}_total"][one] for name in ("steps", "swaps", "refused", "unusable")] == [3, 0, 0, 0]
+        phases = {dict(labels)["phase"] for labels in found["foredraft:learning_seconds_total"]}
+        assert phases == set(facts["seconds"]) and "learner" in phases
+        several = Speculator(tiny(), Several([learning[1], "prompt-lookup"]), shape="chain(2)", execution="eager")
+        async with running(several, model="a model") as engine:
+            assert list(samples(engine)["foredraft:learning_version"]) == [one]
+        async with running(table_speculator(), model="a model") as engine:
+            assert not any("learning" in name for name in samples(engine))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(Learning.__init__.__kwdefaults__, "start", never_started)
+        run(main())
 
 
 def test_a_scrape_while_rounds_run_disturbs_nobody():

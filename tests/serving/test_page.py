@@ -323,6 +323,11 @@ def test_every_view_fits_its_window(browser, url, width):
         page.goto(f"{url}/#live")
         page.locator(".chart canvas").first.wait_for()
         assert fits(page)
+        page.goto(f"{url}/#race")
+        page.get_by_label("Tokens").fill("10")
+        page.get_by_role("button", name="Run both").click()
+        page.locator(".verdict").wait_for()
+        assert fits(page)
 
 
 def fits(page) -> bool:

@@ -158,7 +158,7 @@ def test_predicted_tokens_behind_a_stop_string_were_not_accepted():
     tokenizer = tiny_chat().tokenizer
     writer = Writer(Prompt(tokenizer, [3]), ("yz",), logprobs=False)
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "xyzxxx"]
-    writer.add(Commit(0, ids, 5, None, drafted_by_depth=[1] * 5, guesses_drafted=5, guessed=5))
+    writer.add(Commit(0, ids, 5, None, drafted_by_depth=[1] * 5, guesses_drafted=5, guessed=5, drafter="prediction"))
     assert (writer.counts.guesses_drafted, writer.counts.guessed, len(writer.tokens)) == (5, 3, 3)
 
 

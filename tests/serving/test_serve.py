@@ -7,9 +7,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,9 @@ import uvicorn
 from helpers import forked
 from served import TINY, tiny_chat
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 from typer.testing import CliRunner
 from uvicorn.server import ServerState
 
@@ -222,12 +227,32 @@ def test_there_are_only_so_many_connections(monkeypatch):
     with process(server, nothing, {"max_rows": 1, "max_queue": 1}) as found:
         address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
         idle = [socket.create_connection(address) for _ in range(4)]
-        assert httpx.get(found.url + "/health").status_code == 503
+        refused = httpx.get(found.url + "/v1/models", headers={"x-request-id": "mine"})
+        assert refused.status_code == 503 and "too many connections" in refused.json()["error"]["message"]
+        assert refused.headers["x-request-id"] == "mine" and refused.headers["retry-after"] == "1"
+        assert httpx.get(found.url + "/health").json() == {"status": "ready"}
         for each in idle:
             each.close()
         begin = time.monotonic()
-        while httpx.get(found.url + "/health").status_code == 503:
+        while httpx.get(found.url + "/v1/models").status_code == 503:
             assert time.monotonic() - begin < 5
+
+
+def test_nobody_is_taken_for_somebody_else():
+    """Or a client would have as many turns in the queue as it can invent addresses."""
+
+    async def client(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(request.client.host)
+
+    engine: Any = SimpleNamespace(settings=Settings())
+    ready: Queue[str] = Queue()
+    running = Server(Starlette(routes=[Route("/", client)]), engine, bind("127.0.0.1", 0), ready=ready.put, said=print)
+    thread = threading.Thread(target=running.serve_until_signal, daemon=True)
+    thread.start()
+    assert httpx.get(ready.get(timeout=10), headers={"X-Forwarded-For": "10.0.0.1"}).text == "127.0.0.1"
+    running.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 # -- what it refuses --------------------------------------------------------------------------------------------------------
@@ -308,4 +333,6 @@ def test_flags_become_settings():
         with pytest.raises(ConfigurationError, match=why):
             settings_of(Configuration("zoo:python-8m", **options), serving)
     assert settings_of(Configuration("zoo:python-8m", learn=True), Serving(api_key=["a", "b"], share=True)).share
+    stores = Configuration("zoo:python-8m", drafter="suffix:store.bin", learn=True)  # which each key has one of
+    assert len(settings_of(stores, Serving(api_key=["a", "b"])).keys) == 2
     assert settings_of(Configuration("zoo:python-8m", learn=True), Serving(api_key=["a"])).keys == {"key-1": "a"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
+from shutil import copytree
 from typing import Any
 
 import httpx
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 from served import TINY, events, served, tiny_chat
 
 from foredraft import Speculator
+from foredraft.detokenizer import Detokenizer
 from foredraft.grammars import Grammar
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.rows import Commit
+from foredraft.serving.formats import wanted
 from foredraft.serving.jobs import Choice
 from foredraft.serving.requests import Plan, RowParameters
 from foredraft.serving.responses import ChatAnswer, Facts, gather
@@ -148,7 +152,7 @@ def test_a_stop_string_cuts_what_a_response_template_reads(fails: bool):
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": tools, "stop": "yz"})
     plan = Plan([[3]], [Choice([3], RowParameters(9))], 0)
     answer = ChatAnswer(asked, plan, Facts("id", 0, "tiny", "fp", metrics=False, depth=1), tokenizer, TokenNames(tokenizer))
-    answer.readers = [TemplateReader(Template(tokenizer, fails=fails), [3], tools)]
+    answer.readers = [TemplateReader(Template(tokenizer, fails=fails), [3], tools, parallel=True)]
     answer.take(0, Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "wxyz"], 0, None))
     assert answer.whole()["choices"][0]["message"]["content"] == "wx"
 
@@ -158,7 +162,7 @@ def test_calls_that_a_response_template_reads_in_part_are_none():
         def parse_response(self, response: Any, **options: Any) -> dict[str, Any]:
             return {"tool_calls": [{"function": {"name": "f", "arguments": {}}}, {}]}
 
-    reader = TemplateReader(Half(), [3], [])
+    reader = TemplateReader(Half(), [3], [], parallel=True)
     assert message(reader, ["text"]) == ("text", []) and reader.calls == 0
 
 
@@ -167,6 +171,7 @@ RESPONSE = {  # as models write that have a template of their own; the end of th
     "defaults": {"role": "assistant"},
     "fields": {
         "content": {"close": "<|im_end|>"},
+        "thinking": {"open": "[THINK]", "close": "[/THINK]"},
         "tool_calls": {
             "open": "[CALL]",
             "close": "[/CALL]",
@@ -188,6 +193,31 @@ def templated() -> Iterator[str]:
         yield url
 
 
+def chat(url: str, *, stream: bool, **fields: Any) -> tuple[dict[str, Any], str]:
+    """The message and its finish reason. The model has random weights, so a grammar has it write what a trained one would."""
+    asked = {"messages": [{"role": "user", "content": "hello"}], "tools": [named("clock"), named("f")], "max_tokens": 300, **fields}
+    response = httpx.post(url + "/v1/chat/completions", json=asked | {"stream": stream}, timeout=60)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = {"content": None}
+    if stream:
+        choices = [choice for each in events(response) for choice in each["choices"]]
+        for choice in choices:
+            gather(found, choice["delta"])
+    else:
+        choices = response.json()["choices"]
+        found = choices[0]["message"]
+    (reason,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return found, reason
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def called(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls") or ()]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("written", "content", "calls"),
@@ -201,24 +231,166 @@ def templated() -> Iterator[str]:
     ],
 )
 def test_free_calls_are_read_by_the_response_template(templated: str, written: str, content: str | None, calls: int, stream: bool):
-    asked = {
-        "messages": [{"role": "user", "content": "hello"}],
-        "tools": [{"type": "function", "function": {"name": "clock"}}],
-        "tool_choice": "auto",
-        "structured_outputs": {"choice": [written]},  # the model has random weights
-        "max_tokens": 300,
-    }
-    response = httpx.post(templated + "/v1/chat/completions", json=asked | {"stream": stream}, timeout=60)
-    found: dict[str, Any] = {"content": None}
-    if stream:
-        choices = [choice for each in events(response) for choice in each["choices"]]
-        for choice in choices:
-            gather(found, choice["delta"])
-    else:
-        choices = response.json()["choices"]
-        found = choices[0]["message"]
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls" if calls else "stop"]
+    found, reason = chat(templated, stream=stream, structured_outputs={"choice": [written]})
+    assert reason == ("tool_calls" if calls else "stop")
     assert (found["content"] or None) == content
-    called = [(each["type"], each["function"]["name"], json.loads(each["function"]["arguments"])) for each in found.get("tool_calls") or ()]
-    assert called == [("function", "clock", {"zone": "Zürich"})] * calls
+    assert called(found) == [("clock", {"zone": "Zürich"})] * calls
     assert len({each["id"] for each in found.get("tool_calls") or ()}) == calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_response_template_calls_reasoning_is_returned(templated: str, stream: bool):
+    found, _ = chat(templated, stream=stream, structured_outputs={"choice": ["[THINK]so[/THINK]yes"]})
+    assert found["reasoning_content"] == "so" and found["content"] == "yes"
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", **found}]  # as clients send it back
+    assert chat(templated, stream=stream, messages=history, max_tokens=1)
+
+
+def test_calls_that_a_response_template_reads_are_one_where_they_may_not_be_parallel(templated: str):
+    found, reason = chat(templated, stream=False, structured_outputs={"choice": [CLOCK + CLOCK]}, parallel_tool_calls=False)
+    assert called(found) == [("clock", {"zone": "Zürich"})] and reason == "tool_calls"
+
+
+# -- tags that are tokens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a model whose tags are special tokens, in the places of two others."""
+    folder = tmp_path_factory.mktemp("tagged") / "model"
+    copytree(TINY, folder)
+    for path in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        text = path.read_text(encoding="utf-8")
+        for old, new in (("<|pad|>", BEGIN), ("<|im_start|>", END)):
+            assert old in text
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+    tokenizer = load_tokenizer(folder)
+    assert {BEGIN, END} <= set(tokenizer.all_special_tokens)
+    with served(Speculator(load_model(TINY), "none", tokenizer=tokenizer, execution="eager")) as url:
+        yield url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_in_tags_that_are_special_tokens_are_read(tagged: str, stream: bool):
+    """Of other special tokens, the end among them, nothing is shown; nor of the tags where no tools are."""
+    grammar = f'start: "I look. " {BEGIN} %json {{"const": {{"name": "f", "arguments": {{"a": 1}}}}}} {END} "\\n"'
+    found, reason = chat(tagged, stream=stream, structured_outputs={"grammar": grammar})
+    assert called(found) == [("f", {"a": 1})] and found["content"] == "I look. " and reason == "tool_calls"
+    found, reason = chat(tagged, stream=stream, structured_outputs={"grammar": f'start: "a" {BEGIN} "b"'})
+    assert found["content"] == f"a{BEGIN}b" and reason == "stop"
+    found, _ = chat(tagged, stream=stream, structured_outputs={"grammar": f'start: "a" {BEGIN} "b"'}, tools=[])
+    assert found["content"] == "ab"
+
+
+def test_a_detokenizer_keeps_the_special_tokens_that_it_is_told_to():
+    tokenizer = tiny_chat().tokenizer
+    ids = tokenizer("é<|im_start|>b<|pad|>c<|im_end|>")["input_ids"]
+    for keep, text in (((), "ébc"), (["<|im_start|>"], "é<|im_start|>bc"), (["none"], "ébc")):
+        reader = Detokenizer(tokenizer, ids, keep)
+        assert reader.feed(ids) + reader.flush() == text
+
+
+# -- strict tools -----------------------------------------------------------------------------------------------------------
+
+STRICT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+def allowed(text: str, tokenizer: Any, **fields: Any) -> bool:
+    """By the grammar of a strict tool ``f`` and another, ``g``."""
+    tools = [named("f", strict=True, parameters=STRICT, description="f ::= a"), named("g", parameters=STRICT)]
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": tools, **fields})
+    kind, source = wanted(asked, tokenizer, frozenset([tokenizer.eos_token_id])) or ("", {})
+    compiled = Grammar(tokenizer, backend="llguidance", **source).compiled
+    matcher, ids = compiled.start(), tokenizer(text)["input_ids"]
+    assert kind == "tools" and tokenizer.decode(ids) == text
+    return all(compiled.accept(matcher, token) for token in ids) and matcher.is_accepting()
+
+
+def written(arguments: str, name: str = "f", *, turned: bool = False) -> str:
+    members = [f'"name": "{name}"', f'"arguments": {arguments}']
+    return BEGIN + "\n{" + ", ".join(reversed(members) if turned else members) + "}\n" + END
+
+
+@pytest.mark.parametrize(
+    ("text", "may"),
+    [
+        ("", True),
+        ("é <tool_ca </tool_call> {", True),
+        ("<|im_start|> a <|pad|>\n", True),  # other special tokens, which may begin the reasoning
+        ("I look. " + written('{"a": 1}') + " and " + written('{"a": 2}', turned=True) + "<|pad|> done", True),
+        (written('{"a": 3}'), False),
+        (written('{"a": 1, "b": 1}'), False),
+        (written('{"a": 3}', "g") + "\n", True),  # it is not strict
+        (written("{}", "h"), False),
+        (BEGIN + "no call" + END, False),
+        (written('{"a": 1}')[:-3], False),
+    ],
+)
+def test_calls_of_strict_tools_match_their_schemas_where_they_are_free(text: str, may: bool):
+    assert allowed(text, tiny_chat().tokenizer) == may
+
+
+def test_strict_calls_are_one_where_they_may_not_be_parallel():
+    """Behind it a tag is text, as it is for what reads the calls."""
+    text = written('{"a": 1}') + BEGIN + "{"
+    assert allowed(text, tiny_chat().tokenizer, parallel_tool_calls=False) and not allowed(text, tiny_chat().tokenizer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_tools_are_called_as_their_schema_says(tagged: str, url: str, stream: bool):
+    """By a model that writes anything, with tags that are tokens, which it likes best, and with tags that are text."""
+    tools = [named("f", strict=True, parameters=STRICT)]
+    begin = {str(httpx.post(tagged + "/tokenize", json={"prompt": BEGIN}, timeout=60).json()["tokens"][0]): 100}
+    found, reason = chat(tagged, stream=stream, tools=tools, logit_bias=begin, seed=1, parallel_tool_calls=False)
+    assert found["tool_calls"] and all(name == "f" and arguments["a"] in (1, 2) for name, arguments in called(found))
+    assert reason in ("tool_calls", "length")
+    assert chat(url, stream=stream, tools=tools, max_tokens=9)[1] in ("stop", "length")
+
+
+@pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}])
+def test_strict_tools_do_not_go_with_what_says_where_the_text_ends(url: str, field: dict[str, Any]):
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [named("f", strict=True)], **field}
+    refused = httpx.post(url + "/v1/chat/completions", json=asked, timeout=60)
+    assert refused.status_code == 400 and "cannot be combined with tools" in refused.json()["error"]["message"]
+
+
+# -- calls that have to be --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_max_tokens_cuts_is_shown_as_far_as_it_was_written(url: str, stream: bool):
+    tools = [named("f", parameters={"type": "object", "properties": {"a": {"const": "x" * 99}}, "required": ["a"]})]
+    found, reason = chat(url, stream=stream, tools=tools, tool_choice="required", max_tokens=90)
+    ((name, arguments),) = [(each["function"]["name"], each["function"]["arguments"]) for each in found["tool_calls"]]
+    assert (name, reason) == ("f", "length") and re.fullmatch(r'\{"a": "x{20,98}', arguments)
+    found, reason = chat(url, stream=stream, tools=tools, tool_choice="required", stop="xxxx")
+    assert found["tool_calls"][0]["function"]["arguments"] == '{"a": "' and reason == "stop"  # for nobody can make this call
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "cut"),
+    [
+        ("", [], False),
+        ('[{"na', [], True),
+        ('[{"name": "f", "arguments": ', [("f", "")], True),
+        ('[{"name": "f", "arguments": {"a": {"b": "}', [("f", '{"a": {"b": "}')], True),
+        ('[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a', [("f", "{}"), ("g", '{"a')], True),
+        ('[{"name": "f", "arguments": {}}, ', [("f", "{}")], False),
+    ],
+)
+def test_lists_of_calls_that_are_cut(text: str, calls: list[Any], cut: bool):
+    reader = ListReader()
+    assert message(reader, list(text)) == (None, calls) and reader.cut == cut
+
+
+def test_the_same_request_has_the_same_ids_and_others_have_others(url: str):
+    def ids(**fields: Any) -> list[str]:
+        asked = {"messages": [{"role": "user", "content": "hello"}], "tools": [named("f", parameters=STRICT)], "tool_choice": "required"}
+        answer = httpx.post(url + "/v1/chat/completions", json=asked | {"max_tokens": 150, "seed": 4, "n": 2} | fields, timeout=60)
+        return [call["id"] for choice in answer.json()["choices"] for call in choice["message"]["tool_calls"]]
+
+    first, later = ids(), ids(messages=[{"role": "user", "content": "hello again"}])
+    assert first == ids() and all(re.fullmatch("[a-z0-9]{9}", each) for each in first)  # as the templates of Mistral want them
+    every = [*first, *later, *ids(seed=5)]
+    assert len(set(every)) == len(every) > 5

@@ -17,6 +17,7 @@ from cover import nightly_but
 from helpers import generate, make_drafter, prompts, random_tree, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupts import InterruptedConfigs
 from transformers import GPTJForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -243,6 +244,10 @@ def test_the_model_is_left_as_it_was():
         target.score(random_tree(2, 5, 1))
     handle.remove()
     assert vars(model.config) == before and model.config._attn_implementation == "sdpa"
+    target.backend._configs = InterruptedConfigs(target.backend._configs)
+    with pytest.raises(KeyboardInterrupt):
+        target.score(random_tree(2, 5, 1))
+    assert vars(model.config) == before
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

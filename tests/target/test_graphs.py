@@ -449,6 +449,7 @@ def test_a_draft_model_whose_rows_come_go_and_run_ahead(shape, taped):
             if step == 3 * WARM:
                 rows.append(Line(9, [*gone.ids, 7, 8]))
                 drafter.begin(rows[3:])
+                drafter._open(rows, rows)
                 assert drafter.model.lengths[3] >= len(gone.ids) - 6  # it had not seen the last round
         found.append(trees)
         assert execution == "eager" or drafter._loops[1].drafts >= 6

@@ -17,14 +17,16 @@ from safetensors.torch import load_file, save_file
 from stored import ABOUT, in_blocks, numbers, stored
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
-from foredraft import ConfigurationError, Speculator, TokenTree, hub, zoo
+from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError, hub, zoo
 from foredraft.backends import native
 from foredraft.backends import packing as packing_module
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.kernel_pass import NativeModel
 from foredraft.backends.narrow import READ, format_of, is_held
-from foredraft.backends.packing import Packing, refusal
+from foredraft.backends.packing import HINTS, Packing, refusal
 from foredraft.backends.products import NATIVE, Product
+from foredraft.caching import warn_once
+from foredraft.cli.figures import execution_line
 from foredraft.loading import load_model, load_tokenizer, name_of, tokenizer_of
 from foredraft.quantization import quantize
 from foredraft.quantization.gguf import configure
@@ -518,6 +520,65 @@ def test_int4_as_target_and_as_draft(original):
         speculator = Speculator(original, drafter, drafter_options=options, shape="chain(3)", quantization="int4")
         assert speculator.target.execution == "native"
         assert generate(speculator, ROWS, max_new_tokens=12) == texts
+
+
+# -- without the kernels ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(native, "refusal", lambda dtype: "no C compiler was found")
+    warn_once.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", "four"), ("Q5_0", "six"), ("Q6_K", "six")])
+def test_a_gguf_file_runs_without_the_kernels(kind, bits, tmp_path, without_kernels, caplog):
+    expected = gguf_file(tmp_path, kind, "wide-llama")
+    options = {"gguf_file": "model.gguf", "dtype": "float32"}
+    for _ in range(2):
+        speculator = Speculator(str(tmp_path), "prompt-lookup", shape="chain(3)", **options)
+    reasons = speculator.target.reasons
+    assert speculator.target.execution == "eager" and f"its weights have {bits} bits" in reasons["packed"]
+    assert "no C compiler" in reasons["fused"] and execution_line("eager", reasons).endswith(f"{reasons['fused']})")
+    said = [record.message for record in caplog.records if "widens" in record.message]
+    assert len(said) == 1 and "saves no time: the native kernels cannot be used: no C compiler" in said[0]
+    speculator.model.generation_config.eos_token_id = None
+    assert generate(speculator, ROWS, max_new_tokens=12) == [alone(expected, row, max_new_tokens=12) for row in ROWS]
+    with pytest.raises(ConfigurationError, match=f"cannot be packed: its weights have {bits} bits"):
+        Speculator(str(tmp_path), "none", execution="packed", **options)
+
+
+def test_bits_of_several_widths_are_listed():
+    layers = [layer_of(numbers(64, 64, bits=bits)) for bits in (4, 6, 8)]
+    assert "its weights have four, six and eight bits" in refusal(torch.nn.Sequential(*layers), HINTS)
+    assert "its weights have six and eight bits" in refusal(torch.nn.Sequential(*layers[1:]), HINTS)
+
+
+@needs_kernels
+def test_a_float16_checkpoint_says_that_bfloat16_is_faster(tmp_path, caplog):
+    checkpoint(tmp_path, "awq", dtype=torch.float16)
+    warn_once.cache_clear()
+    target = Speculator(str(tmp_path), "none").target
+    assert target.model.dtype == torch.float16 and target.execution == "eager" and "not torch.float16" in target.reasons["fused"]
+    assert "not torch.float16; load the model with dtype='bfloat16'" in caplog.text
+    caplog.clear()
+    assert "fused" not in Speculator(str(tmp_path), "none", dtype="bfloat16").target.reasons and "widens" not in caplog.text
+
+
+def test_int4_without_the_kernels_says_what_it_does_not_save(original, without_kernels, caplog):
+    pytest.importorskip("torchao.quantization")
+    target = Speculator(original, "none", quantization="int4").target
+    assert target.execution == "eager" and "saves no time, and int4 no memory beside int8: the native kernels" in caplog.text
+
+
+def test_weights_that_nothing_multiplies_on_a_cpu_are_named():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = plain(dtype=torch.bfloat16)
+    weight, groups = model.model.layers[1].mlp.up_proj.weight, torch.ones(2, 96, dtype=torch.bfloat16)
+    made = torchao.Int4Tensor(torch.zeros(96, 32, dtype=torch.int8), groups, groups, [1, 32], weight.shape)
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(made, requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match=r"torchao's Int4Tensor, which no CPU multiplies. Foredraft reads .*Intx, AWQ"):
+        Target(model)
 
 
 def test_rows_that_are_no_whole_number_of_groups_are_refused(original):

@@ -71,6 +71,20 @@ def test_a_row_whose_pages_are_neighbours_is_handed_a_view():
 
 
 @torch.inference_mode()
+def test_pages_of_a_row_alone_stay_neighbours_beside_those_of_texts_that_are_over():
+    handed, _ = pair(build("falcon"))
+    handed.cache.pool.limit = 6
+    handed.cache.fill()
+    read(handed, [text(3 * PAGE, 1), text(PAGE, 2), text(PAGE, 3), text(PAGE, 4)])
+    handed.reset()
+    assert handed.cache.pool.prefixes.match((None,), text(PAGE, 2), PAGE) == ([3], PAGE)  # now others have been used longer ago
+    read(handed, [[*text(3 * PAGE, 1), 5]])  # a chat goes on
+    for _ in range(2 * PAGE):
+        handed.advance(torch.tensor([5]))
+    assert handed.cache.tables == [[0, 1, 2, 3, 4, 5]]
+
+
+@torch.inference_mode()
 def test_what_others_have_written_reaches_nobody():
     """Neither numbers of a text that is over, on pages that were used again, nor those of filler."""
     handed, plain = pair(build("falcon"))

@@ -288,6 +288,18 @@ def test_what_is_not_kept():
     assert store.find("key", text(21), 20) is None and len(store) == 1 and store.bytes == 400
 
 
+def test_a_state_that_an_interrupt_left_half_removed_is_forgotten():
+    reader = Reader("qwen3_next")
+    reader.read(text(90))
+    reader.target.reset()
+    cache = reader.target.cache
+    assert cache.pages.pool.cached
+    cache.states._order.popitem()
+    cache.share_no_more()
+    assert cache.states.bytes == cache.pages.pool.cached == len(cache.states) == 0
+    assert reader.read(text(90)) == 90
+
+
 @pytest.mark.parametrize("family", ["gpt_neo", "qwen3_next", "rwkv"])
 def test_bytes_are_those_of_the_tensors(family):
     reader = Reader(family)

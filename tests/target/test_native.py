@@ -201,7 +201,7 @@ def test_a_long_prompt_in_chunks_and_a_cache_that_grows(always):
 @torch.inference_mode()
 def test_threads_may_change_between_passes(always):
     plain, kernels = targets("llama", torch.float32)
-    before = torch.get_num_threads()
+    before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
@@ -212,6 +212,8 @@ def test_threads_may_change_between_passes(always):
                 logits.append(target.score(TokenTree.from_chain(torch.tensor([[9, 10, 11]]))))
                 target.reset()
             assert_close(logits[1], logits[0], torch.float32)
+            found.append(logits[1].clone())
+        assert all(torch.equal(each, found[0]) for each in found)
     finally:
         torch.set_num_threads(before)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from kernel_cases import DESCRIBED, DTYPES, TOLERANCE, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 from torch import nn
 from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+from transformers.models.gemma import modeling_gemma
 
 from foredraft import Speculator, TokenTree
 from foredraft.backends import described_pass, native
@@ -247,6 +249,21 @@ def test_angles_that_depend_on_the_length():
         assert growth.grow(PROMPT[:3], DynamicShape(2, 2, 4), depth=2, vocab_size=100) is None
 
 
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe-window", "deepseek_v3"])
+def test_bits_do_not_depend_on_the_number_of_threads(name):
+    found, before, logits = target(name, torch.float32), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            with torch.inference_mode():
+                found.open([PROMPT * 8])
+                logits.append(found.prefill([PROMPT * 8], first=0).clone())
+            found.reset()
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
 def test_every_described_family_is_documented_and_tested():
     table = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text().partition("## Families")[2].partition("[Decoders behind")[0]
     documented = {kind for line in table.splitlines() if line.startswith("| `") for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
@@ -276,19 +293,62 @@ WRONG = [  # the model, the family, what its description says instead, and what 
 ]
 
 
-@pytest.mark.parametrize(("name", "family", "instead", "said"), WRONG)
-def test_a_wrong_description_is_not_used(name, family, instead, said, monkeypatch):
-    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **instead))
+def refused(name):
+    """The model ``name``, not on the kernels, whose logits are right all the same."""
     plain, found = (Target(build(name, torch.float32), execution=execution, owned=True) for execution in ("eager", "native"))
-    if name in DESCRIBED:
-        assert found.execution == "packed" and "forward" not in vars(found.model.get_decoder())
-    assert re.search(said, found.reasons["fused"])
+    assert found.execution == "packed" and "forward" not in vars(found.model.get_decoder())
     with torch.inference_mode():
         logits = []
         for each in (plain, found):
             each.open([PROMPT])
             logits.append(each.prefill([PROMPT], first=0))
         assert_close(logits[1], logits[0], torch.float32)
+    return found
+
+
+@pytest.mark.parametrize(("name", "family", "instead", "said"), WRONG)
+def test_a_wrong_description_is_not_used(name, family, instead, said, monkeypatch):
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **instead))
+    assert re.search(said, refused(name).reasons["fused"])
+
+
+def sinks_of_other_heads(patch):
+    of_layer, kept = native.Layer, []
+
+    def other(**fields):
+        count = fields["heads"]
+        sinks = list((ctypes.c_float * count).from_address(fields["sinks"]))
+        kept.append((ctypes.c_float * count)(*sinks[1:], sinks[0]))
+        return of_layer(**{**fields, "sinks": ctypes.addressof(kept[-1])})
+
+    patch.setattr(native, "Layer", other)
+
+
+def weight_without_one(patch):
+    of_norm = described_pass.described_norm
+
+    def other(*given):
+        norm, kept = of_norm(*given)
+        assert norm.kind & native.PLUS_ONE
+        return native.Norm(norm.weight, norm.bias, norm.kind & ~native.PLUS_ONE), kept
+
+    patch.setattr(described_pass, "described_norm", other)
+
+
+def up_for_gate(patch):
+    """In the class, since the kernels' gate lies before up in one matrix."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act_fn(up) * gate)
+
+    patch.setattr(modeling_gemma.GemmaMLP, "forward", forward)
+
+
+@pytest.mark.parametrize(("name", "plant"), [("gpt_oss", sinks_of_other_heads), ("gemma", weight_without_one), ("gemma", up_for_gate)])
+def test_numbers_that_are_wrong_are_found(name, plant, monkeypatch):
+    plant(monkeypatch)
+    assert re.search("layer 0 .* computes something else", refused(name).reasons["fused"])
 
 
 @pytest.mark.parametrize(

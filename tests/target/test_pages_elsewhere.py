@@ -22,6 +22,7 @@ from foredraft.backends import compilation, flex, native, paged_attention, recor
 from foredraft.backends.eager import Eager
 from foredraft.backends.flex import Flexed
 from foredraft.backends.graphs import PATIENCE, TRIALS, Recorded
+from foredraft.drafters.draft_loops.recorded import RecordedLoop
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.cache import Window
 from foredraft.models.page_stores import Kind, PageStore, Places
@@ -270,6 +271,88 @@ def test_a_draft_model_has_pages_where_its_target_has_them(way):
     parameters = [RowParameters(max_new_tokens=30, do_sample=True, seed=(7, row)) for row in range(2)]
     assert texts_of(session, [text(30), text(70, 1)], parameters) == texts_of(plain, [text(30), text(70, 1)], parameters)
     assert session.memory.held == 0
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_whole_drafts_are_recorded_over_pages(shape):
+    draft = DraftModel(of("llama"), execution="graphs")
+    made = Speculator(of("llama"), draft, execution="graphs", shape=shape, rule="match", cache_memory=MEMORY)
+    loop, recordings = draft._loops[-1], draft.model.backend.recordings
+    assert isinstance(draft.model.cache, PagedCache) and isinstance(loop, RecordedLoop)
+    session, plain = made.session(), Speculator(of("llama"), "none", self_test=False).session()
+    parameters = [RowParameters(max_new_tokens=80, do_sample=True, seed=(7, row)) for row in range(2)]
+    assert texts_of(session, [text(30), text(70, 1)], parameters) == texts_of(plain, [text(30), text(70, 1)], parameters)
+    assert recordings.refused is None and recordings.replays > 0 and loop.drafts > 0
+    assert session.stats.accepted > 0
+
+
+@torch.inference_mode()
+def test_a_recorded_draft_writes_over_no_page_that_others_hold():
+    """It reads the token before the root again, which lies on another page where the root begins one."""
+    draft = DraftModel(of("llama"), execution="graphs")
+    made = Speculator(of("llama"), draft, execution="graphs", shape="chain(3)", rule="match", cache_memory=MEMORY)
+    session, cache = made.session(), draft.model.cache
+    for _ in range(2):
+        texts_of(session, [text(PAGE)], [RowParameters(max_new_tokens=60)])
+    page = next(page for page, node in cache.pool.prefixes._nodes.items() if node.ids == tuple(text(PAGE)))
+    cache.layers[0].keys[page, :, -1] = 7.0
+    before, drafts = cache.layers[0].keys[page].clone(), draft._loops[-1].drafts
+    session.add(text(PAGE), RowParameters(max_new_tokens=60))
+    for _ in range(2):
+        session.step()
+    assert draft._loops[-1].drafts == drafts + 1 and len(draft.model.lengths) == 1
+    assert torch.equal(cache.layers[0].keys[page], before)
+
+
+@torch.inference_mode()
+def test_filler_of_ragged_prompts_takes_no_pages_where_attention_is_flex():
+    model = of("llama")
+    page = sum(Target(model, attention="flex", cache_memory=MEMORY).page_bytes)
+    tight, plain = Target(model, attention="flex", cache_memory=f"{8 * page}B"), Target(model, execution="eager", test=False)
+    base = text(2 * PAGE, 1)
+    texts = [[*base, *text(10, 2)], text(300, 3)]
+    for target in (tight, plain):
+        read(target, [list(base)])
+        target.reset()
+    close(*(read(target, list(map(list, texts))) for target in (tight, plain)))
+    assert tight.backend.flexed == 1 and tight.cache.pool.shared == 0 < tight.cache.pool.held == 8
+
+
+def test_on_a_gpu_memory_that_was_never_used_counts_and_goes_to_another_kind():
+    """Tensors on torch's ``meta`` device stand for those on a GPU."""
+    cache = PagedCache([Kind(1, None, frozenset([0])), Kind(1, 100, frozenset([1]))], handed=True)
+    cache.limit(40, 0)
+    cache.fill()
+
+    def read_on(rows, start, tokens):
+        cache.enter(Window(0, rows, (start,) * rows, tokens))
+        for layer in (0, 1):
+            cache.update(*[torch.empty(rows, 2, tokens, 8, device="meta")] * 2, layer)
+        cache.commit(None, [tokens] * rows)
+
+    cache.reserve(10 * PAGE)
+    cache.open([0] * 4)
+    read_on(4, 0, 50)
+    whole, window = cache.stores
+    assert window.made == 4 < window.room
+    assert cache.bytes == whole.room + window.room <= 40
+    cache.compact([])
+    assert cache.make_room([30, 4])
+    cache.open([0])
+    for start in range(0, 30 * PAGE, PAGE):
+        read_on(1, start, PAGE)
+        assert cache.bytes == whole.room + window.room <= 40
+    assert whole.pool.held == 30
+
+
+def test_a_draft_model_has_no_pages_beside_states_or_on_another_device():
+    for target in (Target(of("gpt_neo"), execution="eager"), Target(of("llama"), execution="graphs", cache_memory=MEMORY)):
+        assert target.pools
+        if isinstance(target.cache, PagedCache):
+            target.device = torch.device("cuda")
+        draft = DraftModel(of("llama"), execution="graphs")
+        draft.bind(target)
+        assert not isinstance(draft.model.cache, PagedCache) and draft.page_bytes == 0
 
 
 def test_a_pass_reads_nothing_back_from_the_device_of_the_cache():

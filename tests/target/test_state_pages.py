@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import by_turns
 from helpers import make_drafter
 
 from foredraft import RowParameters, Speculator, TokenTree
@@ -73,7 +74,7 @@ def without_pages(monkeypatch):
     return switch
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_turns(FAMILIES, 0, always=HYBRIDS))
 def test_texts_and_logits_are_those_without_pages(family, without_pages):
     """Rows begin alike, wait for a budget, and all of them come twice."""
     base = text(140)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from cover import nightly_but
+from kernel_cases import needs_kernels
 from safetensors.torch import load_file
 from training_helpers import in_a_process, make_data, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -19,11 +21,12 @@ from typer.testing import CliRunner
 from foredraft import Speculator
 from foredraft.cli import app
 from foredraft.errors import ConfigurationError
+from foredraft.heads.medusa import MedusaHead
 from foredraft.loading import load_model
 from foredraft.losses import Loss, compare
 from foredraft.models.identity import shape_of
 from foredraft.models.layers import LayerRanges
-from foredraft.training.acceptance import Held
+from foredraft.training.acceptance import DEPTH, Held, costs
 from foredraft.training.continuations import BY_DRAFT, BY_TARGET
 from foredraft.training.data import Texts
 from foredraft.training.distilling import POSITIONS, Distilling
@@ -291,7 +294,7 @@ def train(place, out, *more, draft="draft", data=None):
 @pytest.fixture
 def priced(monkeypatch):
     """What passes cost is not measured, which takes two seconds."""
-    monkeypatch.setattr(Prices, "measured", lambda model, head: Prices(1.0, (1.2, 1.4, 1.6, 1.8, 2.0)))
+    monkeypatch.setattr(Prices, "measured", lambda model, draft: Prices(1.0, (1.2, 1.4, 1.6, 1.8, 2.0), "eager"))
 
 
 LORA = ("--backbone", "lora", "--learning-rate", "0.1")
@@ -357,17 +360,37 @@ def test_expected_acceptance_is_that_of_rounds():
     assert expected.by_depth == pytest.approx(greedy.by_depth, abs=0.03)
     assert expected.sampled == pytest.approx(sampled.acceptance_length, rel=0.1)
     assert expected.acceptance_length == (expected.greedy + expected.sampled) / 2
+    assert len(expected.greedy_lengths) == len(prompts) and fmean(expected.greedy_lengths) == pytest.approx(expected.greedy, rel=0.1)
 
 
 def test_predicted_speed_is_tokens_over_cost():
-    prices = Prices(1.0, (1.25, 1.5, 3.0))
+    prices = Prices(1.0, (1.25, 1.5, 3.0), "native")
     assert prices.speed([0.8, 0.6, 0.5]) == (pytest.approx(2.4 / 1.5), 2)
     line = {"alphas": [0.5, 0.6], "alpha": 0.55, "agreement": 0.5, "greedy_length": 2.0, "sampled_length": 2.0}
-    line |= {"accepted_by_depth": [0.8, 0.6, 0.5], "accepted_by_depth_sampled": [0.4, 0.2, 0.1]}
+    line |= {"accepted_by_depth": [0.8, 0.6, 0.5], "accepted_by_depth_sampled": [0.4, 0.2, 0.1], "greedy_lengths": [1.9, 2.1]}
     better = {**line, "alphas": [0.55, 0.651], "alpha": 0.6, "accepted_by_depth": [1, 1, 1]}
     said = " ".join(compared(line, better, prices, 1.0))
-    assert "1.60 → 2.00 times plain decoding, chain of 2" in said and "gained nothing" not in said
-    assert "gained nothing" in " ".join(compared(line, {**line, "alphas": [0.9, 0.3]}, prices, 1.0))
+    assert "greedy, one row, native: 1.60 → 2.00 times plain decoding, chain of 2" in said and "gained nothing" not in said
+    worse = {**line, "alphas": [0.9, 0.3]}
+    assert "gained nothing" in " ".join(compared(line, worse, prices, 1.0))
+    assert "gained nothing" in " ".join(compared(line, {**worse, "greedy_lengths": [2.9, 1.2]}, prices, 1.0))
+    greedy = " ".join(compared(line, {**worse, "greedy_length": 2.4, "greedy_lengths": [2.3, 2.5]}, prices, 1.0))
+    assert "greedy 2.000 → 2.400 (+0.400 ± 0.000, mean of texts)" in greedy and "gained nothing" not in greedy
+
+
+@needs_kernels
+def test_costs_are_those_of_models_that_are_loaded_by_name(place):
+    """Packed weights replace the target's for as long as it is measured."""
+    target = load_model(str(place / "target"))
+    before = {name: value.clone() for name, value in target.named_parameters()}
+    by_name = Speculator(str(place / "target"), f"draft-model:{place / 'draft'}", shape="chain(1)")
+    prices = Prices.measured(target, str(place / "draft"))
+    assert prices.execution == by_name.target.execution != "eager" and len(prices.rounds) == DEPTH and min(prices.plain, *prices.rounds) > 0
+    assert all(torch.equal(value, before[name]) for name, value in target.named_parameters()), "the target is as it was"
+    assert not any("forward" in vars(module) for module in target.modules())
+    head = MedusaHead.for_target(target, heads=2)
+    assert costs(head, target)[1] == by_name.target.execution
+    assert all(torch.equal(value, before[name]) for name, value in target.named_parameters())
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------------

@@ -133,8 +133,22 @@ def test_a_few_probabilities_are_the_sum_over_joined_outcomes(text: str):
     torch.testing.assert_close(everything.loss, whole.loss)
 
 
+@pytest.mark.parametrize("text", [*LOSSES])
+def test_tokens_that_only_the_target_has_count_with_all_others(text):
+    """Its vocabulary may be padded further than the draft's."""
+    q, p = random(4)
+    known = few(p, 3)
+    nothing = torch.full((5, 1), -8.0, dtype=torch.float64)
+    beyond = Few(torch.cat([known.ids, torch.full((5, 1), q.shape[-1] + 3)], -1), torch.cat([known.log_probabilities, nothing], -1))
+    own, other = (q.clone().requires_grad_() for _ in range(2))
+    found, expected = compare(Loss.parse(text), own, beyond), compare(Loss.parse(text), other, known)
+    torch.testing.assert_close((found.loss, found.alpha, found.agrees), (expected.loss, expected.alpha, expected.agrees))
+    for each in found, expected:
+        each.loss.sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
+
+
 def test_the_gradient_of_few_where_a_token_is_there_twice():
-    """As where the draft lacks tokens of the target: these all count as its last one, with no probability."""
     q, p = random(4)
     known = few(p, 3)
     ids = torch.cat([known.ids, known.ids[:, :1]], -1)

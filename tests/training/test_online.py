@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -189,13 +190,13 @@ def test_what_is_better_is_published_and_what_is_not_is_refused(tmp_path: Path, 
     server, learner, table = filled(tmp_path)
     steps(learner, 6)
     buffer = learner.buffer
-    assert buffer["trials"] == 6 and buffer["published"] + buffer["refusals"] == 6 and buffer["published"] >= 3
+    assert buffer["trials"] == 6 and buffer["published"] + buffer["refused"] == 6 and buffer["published"] >= 3
     assert server.learning.versions.numbers()[-1] == buffer["published"]
     assert 0 < abs(buffer["again"]) < 0.2, "what keys of former weights cost was measured"
     best = table.alpha(learner.model)
     learner.rate = 10.0  # nothing good comes of this
     steps(learner, 9)
-    assert buffer["refusals"] >= 3
+    assert buffer["refused"] >= 3
     server.swap(server.learning._newer(server.clock.now))
     assert server.learning.version == buffer["published"] and table.alpha(server.draft) > best - 0.1
 
@@ -207,7 +208,7 @@ def test_weights_that_became_nan_are_left_and_learning_goes_on(tmp_path: Path):
     with torch.no_grad():
         next(learner.model.parameters()).fill_(torch.nan)
     steps(learner, 2)
-    assert learner.buffer["published"] == published and learner.buffer["refusals"] == 1
+    assert learner.buffer["published"] == published and learner.buffer["refused"] == 1
     assert all(bool(torch.isfinite(value).all()) for value in learner.model.parameters())
     steps(learner, 5)
     assert learner.buffer["published"] > published
@@ -221,7 +222,7 @@ def test_a_version_that_the_server_refuses_is_left_too(tmp_path: Path):
     weights = server.learning.versions.load(version)
     server.learning.versions.save(version, {**weights, "lm_head.weight": weights["lm_head.weight"] * torch.nan})
     server.swap(server.learning._newer(server.clock.now))
-    assert server.learning.version == 0 and learner.buffer["refused"] == 1
+    assert server.learning.version == 0 and learner.buffer["unusable"] == 1
     steps(learner, 4)
     server.swap(server.learning._newer(server.clock.now))
     assert server.learning.version == learner.buffer["published"] > 1
@@ -389,3 +390,33 @@ def test_a_process_without_memory_ends_and_serving_goes_on(tmp_path: Path, monke
         assert generate(speculator, rows, max_new_tokens=300) == expected and time.monotonic() < end
     assert generate(speculator, rows, max_new_tokens=300) == expected
     speculator.close()
+
+
+@pytest.mark.nightly
+def test_a_learner_that_hangs_or_is_killed_while_text_is_written_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All of the text is plain decoding's."""
+    target, rows = model(1, layers=2), prompts((8, 5), vocabulary=VOCABULARY)
+    monkeypatch.setattr(serving, "LOOK", 0.05)
+    drafter = DraftModel(model(2), learn={"folder": tmp_path, "share": 1.0})
+    speculator = Speculator(target, drafter, shape="chain(3)", rule="match")
+    expected, learning = generate(Speculator(target, "none"), rows, max_new_tokens=100), drafter.learning
+
+    def written(condition: Any) -> None:
+        def met() -> bool:
+            assert generate(speculator, rows, max_new_tokens=100) == expected
+            return bool(condition())
+
+        until(met)
+
+    try:
+        written(lambda: learning.buffer["busy"])
+        monkeypatch.setattr(serving, "HUNG", 0.5)
+        os.kill(learning._process.pid, signal.SIGSTOP)
+        written(lambda: learning._ends)
+        monkeypatch.setattr(serving, "HUNG", 300.0)
+        written(lambda: learning._process)
+        ends = learning._ends
+        learning._process.send_signal(signal.SIGKILL)
+        written(lambda: learning._ends == ends + 1)
+    finally:
+        speculator.close()

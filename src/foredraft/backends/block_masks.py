@@ -55,7 +55,7 @@ class Spanned(Window):
 
 
 def spanned(window: Window) -> Spanned:
-    return Spanned(window.first, window.last, window.starts, window.nodes, window.before)
+    return Spanned(window.first, window.last, window.starts, window.nodes, window.before, window.counts)
 
 
 @dataclass(frozen=True, eq=False)

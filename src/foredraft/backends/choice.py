@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.backends import flex, graphs, native, packing, paged_attention, recorder
 from foredraft.backends.base import Backend, Overrides
@@ -20,12 +20,14 @@ from foredraft.backends.compilation import Compilation
 from foredraft.backends.compilation import refusal as compilation_refusal
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernels import Kernels
+from foredraft.backends.narrow import READ, bits_of, has_no_product, is_intx, is_quantised
 from foredraft.backends.packing import HINTS
 from foredraft.backends.paged_attention import Paged, attention_test
 from foredraft.backends.products import NATIVE
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
-from foredraft.errors import ConfigurationError
+from foredraft.caching import warn_once
+from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.encoder_decoder import plain_arguments
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.support import ModelFacts, describe
@@ -57,7 +59,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
 
     Raises:
         ConfigurationError: an unknown name, or a way that was asked for and is not available.
-        UnsupportedModelError: the model fails the self-test.
+        UnsupportedModelError: the model fails the self-test, or has weights that are not multiplied on a CPU.
     """
     for what, asked, known in (("execution", execution, EXECUTIONS), ("attention", attention, ATTENTIONS)):
         if asked not in known:
@@ -68,6 +70,10 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         raise ConfigurationError(f"passes of {describe(facts.model)} cannot be {execution}: {ENCODER}; use execution='auto'")
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
+    if (odd := next((each for each in facts.model.parameters() if has_no_product(each)), None)) is not None:
+        raise UnsupportedModelError(
+            f"{describe(facts.model)} has weights in torchao's {type(odd).__name__}, which no CPU multiplies. Foredraft reads {READ}"
+        )
     pages = _pages_of_other_ways(facts, execution, attention, test, reasons) if paged else None
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, pages)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
@@ -106,17 +112,30 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
         reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
     if "packed" in reasons:
         return None
-    hints, model = _hints(facts, execution), facts.model
+    hints, model = _hints(facts, execution, reasons), facts.model
     why = packing.refusal(model, hints)
     kernels = None if why is not None else Kernels(model, sample_of(facts), owned=owned, hints=hints)
     if kernels is not None and kernels.refused is None:
         if kernels.unfused is not None:
-            reasons["fused"] = kernels.unfused
+            reasons.setdefault("fused", kernels.unfused)
         return kernels
     reasons["packed"] = why or (kernels and kernels.refused) or ""
     if execution != "auto":
         raise ConfigurationError(f"{describe(model)} cannot be packed: {reasons['packed']}; use execution='auto'")
+    _warn_of_widening(model, reasons)
     return None
+
+
+def _warn_of_widening(model: nn.Module, reasons: dict[str, str]) -> None:
+    """Say that torch multiplies quantised weights, if it does."""
+    weights = [each for each in model.parameters() if is_quantised(each)]
+    if not weights:
+        return
+    why = reasons.get("fused", reasons["packed"])
+    if "fused" in reasons and model.dtype == torch.float16 and native.refusal(torch.bfloat16) is None:
+        why += "; load the model with dtype='bfloat16'"
+    gained = "no time" + ", and int4 no memory beside int8" * any(is_intx(each) and bits_of(each) == 4 for each in weights)
+    warn_once(f"torch widens the quantized weights of {describe(model)} in every product, which saves {gained}: {why}")
 
 
 def _page(backend: Backend, execution: str, attention: str, test: bool, paged: bool) -> None:
@@ -160,9 +179,11 @@ def _over_pages(backend: Way, pages: Paged | None) -> Way:
     return backend
 
 
-def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
+def _hints(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> tuple[int, ...]:
     """The layouts to choose among."""
     missing = native.refusal(facts.model.dtype)
+    if missing is not None and facts.device.type == "cpu":
+        reasons["fused"] = f"the native kernels cannot be used: {missing}"
     if execution == "native":
         if missing is not None:
             raise ConfigurationError(f"the native kernels cannot be used: {missing}; use execution='auto'")

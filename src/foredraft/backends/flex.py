@@ -231,11 +231,11 @@ class Flexed(Eager):
     def in_use(self) -> Iterator[None]:
         """For one pass, the model's attention is :func:`attend`."""
         before = [config.__dict__["_attn_implementation_internal"] for config in self._configs]
-        for config in self._configs:
-            config.__dict__.update(_attn_implementation_internal=NAME, foredraft_flex=self)
-        if isinstance(self.cache, PagedCache):
-            self.cache.reader = self
         try:
+            for config in self._configs:
+                config.__dict__.update(_attn_implementation_internal=NAME, foredraft_flex=self)
+            if isinstance(self.cache, PagedCache):
+                self.cache.reader = self
             yield
         finally:
             if isinstance(self.cache, PagedCache):
@@ -243,7 +243,7 @@ class Flexed(Eager):
             self._written, self._paged = {}, {}
             for config, implementation in zip(self._configs, before):
                 config.__dict__["_attn_implementation_internal"] = implementation
-                del config.__dict__["foredraft_flex"]
+                config.__dict__.pop("foredraft_flex", None)
 
 
 @torch.inference_mode()

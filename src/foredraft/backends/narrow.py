@@ -25,6 +25,7 @@ LEAST = 16  # inputs of a group, and of group-quantised experts, must be a multi
 OF_BITS = {4: native.GROUPS_OF_FOUR, 6: native.GROUPS_OF_SIX, 8: native.GROUPS_OF_EIGHT}  # kinds of integers in groups
 READ = "torchao's int8 with a scale per output, and weights of 4, 6 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, \
 GPTQ, compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
+ELSEWHERE = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "Int4PreshuffledTensor")  # torchao has no products on a CPU
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ def is_intx(weight: Any) -> bool:
     if bits not in ("4", "8") or weight.activation_quantization is not None or weight.block_size[0] != 1:
         return False
     return bool(weight.zero_point.dtype == torch.int8)
+
+
+def has_no_product(weight: Any) -> bool:
+    """Whether ``weight`` is on a CPU, on which torchao, whose tensor it is, does not multiply it."""
+    return type(weight).__name__ in ELSEWHERE and type(weight).__module__.startswith("torchao.") and weight.device.type == "cpu"
 
 
 def bits_of(weight: Any) -> int:

@@ -36,7 +36,7 @@ HINTS = (PLAIN, ONEDNN)
 PREFERRED = (NATIVE, ONEDNN, PLAIN)
 TRIED = 8  # inputs that a packed layer of an encoder is tried with
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative to the largest output: what another order of summation explains
-WORDS = {4: "four", 8: "eight"}
+WORDS = {4: "four", 6: "six", 8: "eight"}
 LIGHT = 2 << 30  # bytes of a model; up to this size, one thread prepares it as fast as several
 
 
@@ -216,7 +216,7 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
     if getattr(model, "is_quantized", False) and not bits:
         return f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
     if bits and NATIVE not in hints:
-        how = " and ".join(WORDS[each] for each in bits)
+        how = " and ".join(", ".join(WORDS[each] for each in bits).rsplit(", ", 1))
         return f"its weights have {how} bits, for which there is no other layout than that of the native kernels"
     if not packed:
         return "it has no plain linear layers in float32 or bfloat16"

@@ -108,17 +108,17 @@ class PagedAttention:
     def in_use(self, cache: PagedCache) -> Iterator[None]:
         """For one pass over ``cache``, whose window it has entered, the model's attention is :meth:`attended`."""
         before = [config.__dict__["_attn_implementation_internal"] for config in self._configs]
-        for config in self._configs:
-            config.__dict__.update(_attn_implementation_internal=NAME, foredraft_pages=self)
-        cache.reader, self._cache = self, cache
         try:
+            for config in self._configs:
+                config.__dict__.update(_attn_implementation_internal=NAME, foredraft_pages=self)
+            cache.reader, self._cache = self, cache
             yield
         finally:
             cache.reader = self._cache = self._window = None
             self._written.clear()
             for config, implementation in zip(self._configs, before):
                 config.__dict__["_attn_implementation_internal"] = implementation
-                del config.__dict__["foredraft_pages"]
+                config.__dict__.pop("foredraft_pages", None)
 
     def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write ``[R, heads, N, size]`` at the window's slots of a layer. Returns placeholders with the shapes of keys and values up to the

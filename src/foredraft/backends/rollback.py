@@ -87,7 +87,6 @@ class RollbackCache:
         share: bool = True,
         unread: int = 1,
         most: Sequence[int] | None = None,
-        at_once: bool = True,
     ) -> list[int]:
         """How many tokens of each of ``texts``, whose rows :meth:`open` is about to append, need not be read, because a stored state has
         read them. Arguments as of :class:`~foredraft.models.paged_cache.PagedCache`."""

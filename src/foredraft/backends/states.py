@@ -87,8 +87,11 @@ class StateStore:
         self._next = self._bytes = self.evicted = 0
 
     def clear(self) -> None:
-        for number in list(self._order):
-            self._remove(number)
+        while self._states:  # not by `_order`, from which an interrupt can have taken a state alone
+            _, states = self._states.popitem()
+            for state, _ in states.values():
+                self.pages.pool.give_up(state.pages)
+        self._order, self._bytes = {}, 0
 
     def __len__(self) -> int:
         return len(self._order)

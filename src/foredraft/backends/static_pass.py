@@ -82,6 +82,11 @@ class StaticPass:
         mask = self.call.masks(where, view)
         return self.call(tokens, view, where.queries, mask, where=where, width=span, features=self.features)
 
+    def tables(self, rows: int, span: int, device: torch.device) -> dict[PageStore, Tensor]:
+        """Static ``tables`` of a pass over so many rows; none if the cache has no pages."""
+        stores = self.cache.stores if isinstance(self.cache, PagedCache) else []
+        return {store: torch.zeros(rows, span // PAGE, dtype=torch.long, device=device) for store in stores}
+
 
 class SlotCache(TreeCache):
     """The buffers of ``cache`` for one pass that writes at ``slots`` ``[R, N]`` and reads ``span`` of them, by ``tables`` in pages.
@@ -144,8 +149,7 @@ class PassFrame:
         self.depths = torch.zeros(rows, total, dtype=torch.long, device=device)
         self.ancestors = torch.zeros(rows, nodes, total, dtype=torch.bool, device=device)
         self._itself = torch.eye(total, dtype=torch.bool, device=device)
-        stores = passes.cache.stores if isinstance(passes.cache, PagedCache) else []
-        self.tables = {store: torch.zeros(rows, bucket.span // PAGE, dtype=torch.long, device=device) for store in stores}
+        self.tables = passes.tables(rows, bucket.span, device)
         self._form: object = None
         self._loaded = (rows, nodes)
 

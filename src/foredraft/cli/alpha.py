@@ -6,6 +6,7 @@ At every token of a text, with the text before it as context, p is the target's 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from foredraft.auditing.reference import Reference
 from foredraft.cli.figures import counted
-from foredraft.cli.generation import load_speculator
+from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import Text
 from foredraft.cli.settings import Configuration
@@ -102,8 +103,8 @@ class Forecast:
 @dataclass(frozen=True)
 class Report:
     """All that was found; ``sampled`` is None where only greedy decoding was asked for. ``shared`` is the part of the draft's tokens that
-    the target knows, where it has another tokenizer. Of a run that was interrupted, which is not ``complete``, only the texts until then
-    count."""
+    the target knows, where it has another tokenizer; ``cut`` texts then went beyond its context. Of a run that was interrupted, which is
+    not ``complete``, only the texts until then count."""
 
     whole: Rates
     categories: Sequence[Rates]
@@ -115,20 +116,30 @@ class Report:
     greedy: Forecast
     left_out: int = 0
     shared: float | None = None
+    cut: int = 0
     complete: bool = True
 
 
 def run(setting: Setting, progress: Progress) -> Report:
-    """Load, measure costs, compare on every text; after Ctrl-C, what was compared until then."""
+    """Load, measure costs, compare on every text; after Ctrl-C, what was compared until then.
+
+    Raises:
+        ConfigurationError: no text is long enough, or the draft has another tokenizer and cannot be compared.
+    """
     configuration = setting.configuration
     tokenizer = load_tokenizer(configuration.target)
     speculator = load_speculator(configuration, tokenizer)
-    draft = speculator.drafter.info.draft_model
-    assert draft is not None
+    assert isinstance(speculator.drafter, DraftModel)
+    if speculator.drafter.foreign is not None and speculator.drafter.foreign.by == "text":  # what is compared are the tokens of both
+        speculator.drafter.close()
+        speculator.drafter = make_drafter(configuration.drafter_name, {"vocabulary": "intersection"}, tokenizer)
+        speculator.drafter.bind(speculator.target)
+    assert isinstance(speculator.drafter, DraftModel)
+    draft, foreign, found = speculator.drafter.model, speculator.drafter.foreign, list[Compared]()
+    if foreign is not None and draft.chains_only:
+        raise ConfigurationError(f"foredraft alpha cannot compare a draft of this kind with another tokenizer: {draft.chains_only}")
     room = [setting.length, *(each.trained for each in (speculator.target, draft) if each.trained is not None)]
     texts, left_out = tokens_of(setting, speculator, tokenizer, min(room))
-    assert isinstance(speculator.drafter, DraftModel)
-    foreign, found = speculator.drafter.foreign, []
     said = None if foreign is None else partial(in_other_tokens, draft, foreign)
     progress.show("measuring costs")
     costs = measured(speculator)
@@ -139,9 +150,12 @@ def run(setting: Setting, progress: Progress) -> Report:
     except KeyboardInterrupt:
         if not found:
             raise
-    made = report_of(found, costs, sampled=setting.sampling["do_sample"], left_out=left_out)
+    if not any(map(len, found)):
+        raise ConfigurationError("no text fits the draft's context, not even its first tokens; choose a draft with a longer one")
+    made = report_of([each for each in found if len(each)], costs, sampled=setting.sampling["do_sample"], left_out=left_out)
     shared = None if foreign is None else foreign.vocabularies.share
-    return replace(made, shared=shared, complete=len(found) == len(texts))
+    cut = sum(len(each) < len(ids) - first for each, (_, ids, first) in zip(found, texts))
+    return replace(made, shared=shared, cut=cut, complete=len(found) == len(texts))
 
 
 def tokens_of(setting: Setting, speculator: Speculator, tokenizer: Any, longest: int) -> tuple[list[tuple[str, list[int], int]], int]:
@@ -188,7 +202,7 @@ def compare(
     said: Callable[[Sequence[int], int], Tensor] | None = None,
 ) -> Compared:
     """One pass of each model over a text; the logits processors of ``generate`` act on both. ``said`` is :func:`in_other_tokens` of a
-    draft with another tokenizer."""
+    draft with another tokenizer; only as many tokens count as it returns."""
     reference = Reference.of(target, ids[:first], {**sampling, "max_new_tokens": len(ids)})  # none of these tokens is the last one
     text = torch.tensor([list(ids)], device=target.device)
     ours = reference.logits(text[:, first:])[0]
@@ -197,8 +211,8 @@ def compare(
             f"the target's logits are NaN or infinite in a text of {category!r}; try a wider dtype (float32 or bfloat16)"
         )
     theirs = reference.logits(text[:, first:], model=draft)[0] if said is None else said(ids, first)
-    alpha, agrees = np.empty(len(ours)), np.empty(len(ours))
-    for place in range(len(ours)):
+    alpha, agrees = np.empty(len(theirs)), np.empty(len(theirs))
+    for place in range(len(theirs)):
         before, size = text[:, : first + place], ours.shape[-1]
         p, q = (reference.distribution(before, logits[place, None], vocab_size=size) for logits in (ours, theirs))
         q = q.nan_to_num()  # a draft that knows no token that is left does not draft
@@ -208,38 +222,33 @@ def compare(
 
 @torch.inference_mode()
 def in_other_tokens(draft: Target, foreign: Foreign, ids: Sequence[int], first: int) -> Tensor:
-    """``[n, V]`` logits at the target's tokens, before each of ``ids`` from ``first`` on, of a draft with another tokenizer.
+    """``[n, V]`` logits at the target's tokens, before each of ``ids`` from ``first`` on, of a draft with another tokenizer that scores
+    trees; as many as its context has room for.
 
     How it reads the end of a text depends on what follows, so that its readings of all the beginnings are no one line of tokens but a
     tree; one pass scores it.
-
-    Raises:
-        ConfigurationError: it is longer than the draft's context, or the draft cannot score trees.
     """
-    if draft.chains_only:
-        raise ConfigurationError(f"foredraft alpha cannot compare a draft of this kind with another tokenizer: {draft.chains_only}")
     reading = Reading(foreign.vocabularies, StandIn(0, list(ids[:first]), len(ids)))
     tokens, parents, roots, ends = list[int](), list[int](), list[int](), list[int]()
     known: dict[tuple[int, int], int] = {}
+    room = min((each for each in (draft.context, draft.trained) if each is not None), default=math.inf)
     for place in range(first, len(ids)):
         reading.follow(ids[:place])
-        node = -1
+        node, before = -1, len(tokens)
         for token in reading.ids:
             above, node = node, known.setdefault((node, token), len(tokens))
             if node == len(tokens):
                 tokens.append(token)
                 parents.append(above)
                 roots.append(node if above < 0 else roots[above])
+        if len(tokens) > before and roots.count(roots[-1]) > room:
+            del tokens[before:], parents[before:], roots[before:]
+            break
         ends.append(-1 if reading.behind else node)
     logits = torch.full((len(ends), len(foreign.known)), float("-inf"), device=draft.device)
     for root in sorted(set(roots)):
         nodes = [node for node, own in enumerate(roots) if own == root]
         where = {node: number for number, node in enumerate(nodes)}
-        limits = [each for each in (draft.context, draft.trained) if each is not None]
-        if limits and len(nodes) > min(limits):
-            raise ConfigurationError(
-                f"the draft's context holds {min(limits)} tokens, and its readings of a text {len(nodes)}; pass a smaller --length"
-            )
         tree = TokenTree(torch.tensor([[tokens[node] for node in nodes]]), torch.tensor([[where.get(parents[node], -1) for node in nodes]]))
         draft.open([[tokens[root]]], reserve=[len(nodes) + 1])
         said = draft.score(replace(tree, tokens=tree.tokens.to(draft.device), parents=tree.parents.to(draft.device)))[0]
@@ -326,6 +335,8 @@ def report(setting: Setting, found: Report) -> RenderableType:
     lines = [head + (f", {sampling}" if sampling else ", greedy")]
     if found.shared is not None:
         lines.append(f"The draft has another tokenizer; the target knows {found.shared:.0%} of the draft's tokens.")
+    if found.cut:
+        lines.append(f"{counted(found.cut, 'text')} cut where the draft's context ends: its tokens for a text are more than the target's")
     if not found.complete:
         lines.append("Interrupted: only the texts that were compared until then count.")
     if found.left_out:
@@ -382,6 +393,7 @@ def answer(setting: Setting, found: Report) -> list[str]:
     best = (found.sampled or found.greedy).best
     if best:
         flags = f"--target {shlex.quote(setting.configuration.target)} --drafter {shlex.quote(f'draft-model:{setting.draft}')}"
+        flags += "" if found.shared is None else " --drafter-option vocabulary=intersection"
         lines.append(f"write     foredraft generate {flags} --shape 'chain({best})' \"PROMPT\"")
     return lines
 

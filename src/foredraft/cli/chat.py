@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from foredraft.cli.failures import note, writing
-from foredraft.cli.figures import figures_line, sentence
+from foredraft.cli.figures import execution_line, figures_line, sentence
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.printers import Marking, write
 from foredraft.cli.prompts import messages
@@ -51,6 +51,8 @@ class Chat:
     def run(self) -> None:
         """Read messages and answer them until the input ends."""
         note(f"{self.target} is ready; /help lists commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        if self.verbose:
+            note(execution_line(self.speculator.target.execution, self.speculator.target.reasons))
         self.mark.explain()
         with suppress(ImportError):
             import readline  # noqa: F401  (lines can be edited)

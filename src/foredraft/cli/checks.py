@@ -17,7 +17,15 @@ from foredraft.shapes import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float", "half", "double")
 QUANTIZATIONS = ("int8", "int4", "int4-32", "int4-64", "int4-128")
-TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,), "None": (type(None),)}
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "Path": (str,),
+    "None": (type(None),),
+    "Mapping[str, Any]": (dict,),
+}
 
 
 def check(configuration: Configuration, candidates: Sequence[str] = (), *, encoders: bool = False, lossy: bool = False) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
-from foredraft.stats import Stats
+from foredraft.stats import Stats, by_drafter
 
 
 def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
     """The statistics of calls that ran one after another: counts and seconds add up, rows follow each other."""
-    total = replace(deepcopy(parts[0]), seed=seed)
+    total = replace(deepcopy(parts[0]), seed=seed, learning=deepcopy(parts[-1].learning))
     for part in parts[1:]:
         for name in ("target_passes", "row_passes", "new_tokens", "kept", "drafted", "accepted"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -37,7 +38,7 @@ def sentence(stats: Stats, *, sampled: bool, interrupted: bool = False) -> str:
 
 
 def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
-    """The rest, with ``--verbose``; ``Stats.to_dict`` has it all."""
+    """The rest, with ``--verbose``, and a line for each drafter that learns; ``Stats.to_dict`` has it all."""
     first = stats.time_to_first_token
     figures = [
         counted(stats.new_tokens, "token"),
@@ -51,7 +52,24 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
         f"rule {stats.rule}",
         "sampled" if sampled else "greedy",
     ]
-    return " · ".join(figures)
+    lines = [" · ".join(figures), *(learning_line(name, facts) for name, facts in by_drafter(stats.learning, drafter).items())]
+    return "\n".join(lines)
+
+
+def learning_line(drafter: str, facts: Mapping[str, Any]) -> str:
+    """What a drafter that learns has learnt."""
+    figures = [f"{drafter} learns", f"version {facts['version']}", counted(facts["swaps"], "swap")]
+    if "steps" in facts:  # another process learns where they are missing
+        figures += [counted(facts["steps"], "step"), f"{counted(facts['trials'], 'trial')}, {facts['refused']} refused"]
+    if facts["alpha"]:
+        figures.append(f"α {number(facts['alpha'][-1][1], 3)}")
+    return " · ".join([*figures, f"cost {facts['seconds']['lost']:.1f} s"])
+
+
+def execution_line(execution: str, reasons: Mapping[str, str]) -> str:
+    """How the target's passes are made, and what keeps them from the kernels, with ``--verbose``."""
+    why = "; ".join(reasons[name] for name in ("packed", "fused") if name in reasons)
+    return f"execution {execution}" + (f" ({why})" if why else "")
 
 
 def shape_of(stats: Stats) -> str:

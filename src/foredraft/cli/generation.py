@@ -10,7 +10,7 @@ import torch
 
 from foredraft import drafters
 from foredraft.cli.failures import note
-from foredraft.cli.figures import combine
+from foredraft.cli.figures import combine, execution_line
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
@@ -33,6 +33,9 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     system, name = messages("system", decoding.system), configuration.target
     rows = [encode(tokenizer, [*system, *messages("user", each)] if decoding.chat else each, name) for each in prompts]
     speculator = load_speculator(configuration, tokenizer)
+    if printer.verbose:
+        progress.clear()
+        note(execution_line(speculator.target.execution, speculator.target.reasons))
     detokenizers = [Detokenizer(tokenizer, text_before(speculator.model, ids)) for ids in rows]
     results = [Result(index, *each) for index, each in enumerate(zip(prompts, rows, detokenizers))]
     seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)

@@ -158,9 +158,9 @@ def total_cells(sizes: CacheSizes) -> list[str]:
 
 
 def rows_table(setting: Setting, found: dict[str, CacheSizes], room: int | None) -> Lines:
-    titles = ["model", ">tokens", ">a row takes", ">with windows given back"]
+    titles = ["model", ">tokens", ">a row takes", ">if window pages are freed"]
     if room is not None:
-        titles += [f">rows in {setting.cache_memory}", ">rows with windows given back"]
+        titles += [f">rows in {setting.cache_memory}", ">rows if window pages are freed"]
     lines = []
     for name, sizes in found.items():
         for title, each in zip([name, *[""] * len(setting.tokens)], rows_of(setting, sizes, room)):

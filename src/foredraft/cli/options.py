@@ -85,7 +85,7 @@ DrafterOption = Annotated[
     SPECULATION(
         metavar="KEY=VALUE",
         show_default=False,
-        help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
+        help="An option of the drafter; repeat for more. Values may be numbers, true, false, none, text or a JSON object.",
     ),
 ]
 VerificationRule = Annotated[
@@ -143,4 +143,4 @@ GrammarBackend = Annotated[
     str | None, SAMPLING(help="The library for these: llguidance, xgrammar or outlines.", show_default="the first that is installed")
 ]
 JsonFile = Annotated[Path | None, OUTPUT("--json", metavar="FILE", help="Write the full report to this file.", show_default=False)]
-Verbose = Annotated[bool, OUTPUT("--verbose", help="Show all figures: passes, drafted and accepted tokens, shape, rule.")]
+Verbose = Annotated[bool, OUTPUT("--verbose", help="Show all figures: passes, drafted and accepted tokens, shape, rule, execution.")]

@@ -22,6 +22,7 @@ from foredraft.serving.settings import Settings
 from foredraft.serving.sockets import bind
 
 ADDRESS, LIMITS, ACCESS = map(panel, ("Address", "Limits", "Access"))
+STORES = ("suffix", "ngram")  # drafters that learn into stores, which are kept apart by key
 HERE = ("127.0.0.1", "localhost", "::1")
 
 
@@ -130,10 +131,6 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
         ConfigurationError: keys or sizes that cannot be, or learning from several keys' texts unasked.
     """
     keys = {f"key-{number}": key for number, key in enumerate(read_keys(serving.api_key or (), serving.api_key_file), 1)}
-    if configuration.drafter_options.get("learn") and len(keys) > 1 and not serving.share:
-        raise ConfigurationError(
-            "--learn trains one draft on the texts of all keys, and its drafts would tell one what others wrote; add --share to allow that"
-        )
     size = parse_memory(serving.max_body)
     if not isinstance(size, int):
         raise ConfigurationError(f"--max-body takes a size such as 8MiB, got {serving.max_body!r}")
@@ -141,7 +138,7 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
     template = None if serving.chat_template is None else read(serving.chat_template)
     if template is not None and not template.strip():
         raise ConfigurationError(f"--chat-template {str(serving.chat_template)!r} holds no template; leave it out for the tokenizer's")
-    return Settings(
+    settings = Settings(
         model=configuration.target,
         keys=keys,
         max_body=size,
@@ -152,6 +149,9 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
         deterministic=serving.deterministic or None,
         **{name: getattr(serving, name) for name in same},
     )
+    if configuration.drafter_options.get("learn", False) is not False and configuration.drafter_name.partition(":")[0] not in STORES:
+        settings.check_learning()  # the engine does, too, but once all weights are read
+    return settings
 
 
 def read(path: Path) -> str:

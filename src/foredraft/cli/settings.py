@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -165,7 +166,8 @@ class Outcome:
 
 
 def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
-    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
+    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false, none or a JSON object, or
+    else as text."""
     found: dict[str, Any] = {}
     for entry in given:
         key, equals, value = entry.partition("=")
@@ -179,6 +181,9 @@ def parse_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
+    if text.startswith("{"):
+        with suppress(ValueError):
+            return json.loads(text)
     for read in (int, float):
         with suppress(ValueError):
             return read(text)

@@ -239,8 +239,8 @@ class DrafterHooks:
         return 0 if self.info.draft_model is None else self.info.draft_model.source_bytes
 
     def written_nodes(self, shape: TreeShape) -> int:
-        """Nodes that a round writes into the target's cache at most, the root included."""
-        return 1 + self.info.extra_nodes + (shape.grown_nodes if self.info.shares_target else shape.nodes)
+        """Nodes that a round writes behind a row at most, the root included, into the target's cache or one that its budget counts."""
+        return 1 + self.info.extra_nodes + (shape.grown_nodes if self.info.shares_target or self.page_bytes else shape.nodes)
 
     @property
     def companion(self) -> Companion | None:

@@ -39,6 +39,8 @@ from foredraft.models.encoder_decoder import (
     window_of,
     with_encoder_of,
 )
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import LimitError
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
@@ -114,10 +116,12 @@ class DraftModel(LearningDrafter):
         self.vocabulary, self._tokenizer = vocabulary, tokenizer
         self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
+        self._bound: Target | None = None  # the one that it drafts for
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
-        self._smaller = False
+        self._smaller, self._beside = False, True
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
+        self._short = False  # of pages, until a row leaves
 
     @property
     def model(self) -> Target:
@@ -159,7 +163,7 @@ class DraftModel(LearningDrafter):
             owned=owned,
             wait=target.wait,
             cache_memory=None,
-            paged=bool(target.pools),
+            paged=isinstance(target.cache, PagedCache) and unwrap(draft).device.type == target.device.type,
         )
         self.info = replace(self.info, draft_model=self._target)
         if self.foreign is not None:
@@ -168,11 +172,18 @@ class DraftModel(LearningDrafter):
                 self.offer = offered("auto", WRITTEN)
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self.foreign is not None else draft_loops(self._target)
-        self._smaller = self._target.vocab_size < target.vocab_size
+        self._smaller, self._bound = self._target.vocab_size < target.vocab_size, target
+        self._beside = self._target.device == target.device
+
+    @property
+    def page_bytes(self) -> int:
+        return super().page_bytes if self._beside else 0  # the budget is of the target's device
 
     @property
     def source_bytes(self) -> int:
-        return super().source_bytes if self.template is None else self.page_bytes  # it reads the source as a part of its text
+        if self.template is not None:
+            return self.page_bytes  # it reads the source as a part of its text
+        return super().source_bytes if self._beside else 0
 
     def _check_encoders(self, target: Target, draft: PreTrainedModel) -> None:
         encoder = bool(draft.config.is_encoder_decoder)
@@ -226,12 +237,33 @@ class DraftModel(LearningDrafter):
             source.read_anew()
 
     def begin(self, rows: Sequence[Row]) -> None:
-        own = rows if self.foreign is None else self.foreign.begin(rows)
-        reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
-        self.model.open([row.ids for row in own], reserve=reserve, sources=self._sources(rows), isolations=isolations, at_once=False)
+        """The next draft opens them, and reads them at once, in the order in which they share."""
+        if self.foreign is not None:
+            self.foreign.begin(rows)
         super().begin(rows)
         if self.learning is not None:
             self.learning.begin(rows)
+
+    def _open(self, rows: Sequence[Row], own: Sequence[Row]) -> bool:
+        """Open what is not open yet of ``rows``, which are ``own`` in this model's tokens. Whether there was any; it must be read now."""
+        if len(self.model.lengths) == len(rows):
+            return False
+        self.model.follow()
+        first = len(self.model.lengths)
+        reserve, isolations = [row.capacity for row in rows[first:]], [row.isolation for row in rows[first:]]
+        sources, unread = self._sources(rows[first:]), 1 if self.model.chains_only else 2  # a draft may begin two tokens back
+        self.model.open([row.ids for row in own[first:]], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
+        return True
+
+    def _keep_to_budget(self) -> None:
+        """Of the target's device; on another one, nothing counts what the draft model keeps."""
+        if (
+            self._beside
+            and self._bound is not None
+            and isinstance(self.model.cache, PagedCache)
+            and isinstance(self._bound.cache, PagedCache)
+        ):
+            self.model.cache.keep_to(self._bound.cache)
 
     def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
         """What the draft model reads for ``rows``, where it has an encoder."""
@@ -247,13 +279,23 @@ class DraftModel(LearningDrafter):
         own = self._own(request.rows)
         limits = [min(limit, self._room(row)) for row, limit in zip(own, request.limits)]
         depth = max(limits)
-        if depth < 1:
+        self.expected_accepted = None
+        if depth < 1 or self._short:
             return TokenTree.root(request.roots())
-        self.expected_accepted, chain = None, request.shape.is_chain
+        self._keep_to_budget()
+        try:
+            return self._draft(request, own, limits, opened=self._open(request.rows, own))
+        except LimitError:
+            self.model.compact([])
+            self._short, self._grown, self._begun = True, None, []
+            return TokenTree.root(request.roots())
+
+    def _draft(self, request: DraftRequest, own: Sequence[Row], limits: list[int], *, opened: bool) -> TokenTree:
+        depth, chain = max(limits), request.shape.is_chain
         inside = None if self.foreign is None else self.foreign.inside
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
         if self.foreign is not None and self.foreign.by == "text":
-            return self._write(request, own, self.foreign)
+            return self._write(request, own, self.foreign, opened=opened)
         self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
         by_level = self._grown is None
         if self._grown is None and chain:
@@ -270,23 +312,22 @@ class DraftModel(LearningDrafter):
 
         return one_by_one(request, after)
 
-    def _write(self, request: DraftRequest, own: Sequence[Row], foreign: Foreign) -> TokenTree:
+    def _write(self, request: DraftRequest, own: Sequence[Row], foreign: Foreign, *, opened: bool) -> TokenTree:
         """A chain of what the draft writes greedily, in the target's tokens."""
         self._begun = [len(row.ids) - 1 for row in own]
-        token, backs = self._first(own, request.roots(), foreign)
+        token, backs = self._first(own, request.roots(), foreign, opened=opened)
         steps = [token]
         for _ in range(request.depth):  # one token more, for the last one seldom stands
             steps.append(self._feed(steps[-1]).argmax(-1))
         return request.chains(foreign.written(request.rows, torch.stack(steps, 1).tolist(), backs))
 
-    def _first(self, own: Sequence[Row], roots: Tensor, foreign: Foreign) -> tuple[Tensor, list[int]]:
+    def _first(self, own: Sequence[Row], roots: Tensor, foreign: Foreign, *, opened: bool) -> tuple[Tensor, list[int]]:
         """``[R]`` the first token that is written in each row, and in place of how many that were read."""
-        if not self.model.chains_only:
-            self.model.rewind([min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)])
-        begins = list(self.model.lengths)
+        begins = [min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)]
         width = max(len(row.ids) - begin for row, begin in zip(own, begins))
-        if width > FEW or self.model.chains_only:
+        if width > FEW or self.model.chains_only or opened:
             return self._after(own, roots).argmax(-1), [0] * len(own)
+        self.model.rewind(begins)
         fresh = [row.ids[begin:] for row, begin in zip(own, begins)]
         tokens = to_device([[*ids, *[0] * (width - len(ids))] for ids in fresh], self.model.device)
         logits = self.model.score(TokenTree.from_chain(tokens))
@@ -368,7 +409,8 @@ class DraftModel(LearningDrafter):
         assert learning is not None
         if learning.reads_again(rows) and all(self._room(row) > 0 for row in rows):
             begin = learning.clock()
-            self.model.rewind([0] * len(rows))
+            self.model.compact([])
+            self._open(rows, rows)
             self.model.prefill([row.ids[:-1] for row in rows], first=0)
             learning.read_again(sum(len(row.ids) for row in rows), learning.clock() - begin)
 
@@ -396,13 +438,14 @@ class DraftModel(LearningDrafter):
         super().end(rows)
 
     def _keep(self, rows: list[int]) -> None:
-        self.model.compact(rows)
+        self.model.compact([row for row in rows if row < len(self.model.lengths)])
+        self._short = False
 
     def reset(self) -> None:
         super().reset()
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
-        self._slots, self._grown, self._begun = [], None, []
+        self._slots, self._grown, self._begun, self._short = [], None, [], False
         if self.foreign is not None:
             self.foreign.readings.clear()
 

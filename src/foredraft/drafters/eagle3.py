@@ -28,7 +28,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskInputs
-from foredraft.models.page_stores import Kind
+from foredraft.models.page_stores import Kind, pages_of
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
@@ -128,6 +128,7 @@ class Eagle3(HeadDrafter):
         """Append rows behind the first ``first``."""
         if self._version != self._target.version:
             self._clear()
+        self._keep_to_budget()
         first = min(first, len(self._texts.live))
         self._texts.compact(self._cache, range(first))  # those that were opened and never begun
         read = [text[: len(text) + 1 - unread] for text in texts]
@@ -137,6 +138,10 @@ class Eagle3(HeadDrafter):
             self._cache.gather(rows, lengths, first)
         self._texts.add(texts, groups)
         return lengths
+
+    def _keep_to_budget(self) -> None:
+        if isinstance(self._cache, PagedCache) and isinstance(self._target.cache, PagedCache):
+            self._cache.keep_to(self._target.cache)
 
     def needed(self, text: Sequence[int], group: Hashable, nodes: int) -> int:
         return self._texts.needed(self._paged, text, group, nodes, AT_ONCE)[0]
@@ -210,6 +215,17 @@ class Eagle3(HeadDrafter):
 
     # -- a round --------------------------------------------------------------------------------------------------------------
 
+    def draft(self, request: DraftRequest) -> TokenTree:
+        self._keep_to_budget()
+        return super().draft(request) if self._has_room(request.shape.grown_nodes) else TokenTree.root(request.roots())
+
+    def _has_room(self, nodes: int) -> bool:
+        """For what is not read yet of each row, and a draft of so many ``nodes``."""
+        if not isinstance(self._cache, PagedCache) or self._cache.pool.room is None:
+            return True
+        ends = [length + max(1, row.count) + nodes for length, row in zip(self._cache.lengths, self._rows)]
+        return sum(max(0, pages_of(end) - len(table)) for end, table in zip(ends, self._cache.tables)) <= self._cache.pool.room
+
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
         for index, row in enumerate(self._rows):
             if not row.count:  # a text that was drafted for already
@@ -246,7 +262,8 @@ class Eagle3(HeadDrafter):
         together = torch.stack(features) if even else torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         padded = to_device([line + [0] * (most - len(line)) for line in tokens], together.device)
         self.layer.rotary.reserve(max(lengths) + most)
-        window, positions = Window(0, len(rows), tuple(lengths), most), self._positions(lengths, most, together.device)
+        window = Window(0, len(rows), tuple(lengths), most, counts=None if even else tuple(counts))
+        positions = self._positions(lengths, most, together.device)
         ends = [length + count for length, count in zip(lengths, counts)]
         self._begins = [end - 1 for end in ends]
         if self._step is not None and (even or most <= FEW):

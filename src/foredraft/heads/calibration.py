@@ -40,12 +40,14 @@ class Calibration:
         tree: the tree with the most expected tokens per cost, of at least one node.
         expected: the acceptance length that it promises.
         tokens: how many tokens the first head was asked for.
+        execution: of the passes whose cost the tree was chosen by; None where none were measured.
     """
 
     accuracies: tuple[tuple[float, ...], ...]
     tree: StaticShape
     expected: float
     tokens: int
+    execution: str | None = None
 
     def store(self, head: VocabularyHead) -> None:
         """Put tree and accuracies into the head's configuration, from where its drafter takes them."""

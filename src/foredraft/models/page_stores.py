@@ -85,6 +85,11 @@ class PageStore:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
         self.lines: Any = self.table.numpy()
 
+    @property
+    def allocated(self) -> int:
+        """Pages that take memory: on a CPU only those that were ever used."""
+        return self.made if all(layer.keys.device.type == "cpu" for layer in self.layers) else self.room
+
     def first_kept(self, row: int, start: int) -> int:
         """The first page of a row that is kept while tokens from slot ``start`` on are written."""
         return 0
@@ -184,10 +189,11 @@ class PageStore:
         return grows
 
     def trim(self, blocks: int) -> bool:
-        """Return the memory of pages that no longer exist, if they are many. Whether tensors have moved."""
-        many = self.made - self.pool.made > self.made // SLACK
+        """Return the memory of pages that no longer exist, or must not any more, if they are many. Whether tensors have moved."""
+        beyond = 0 if self.pool.limit is None else self.allocated - max(self.pool.made, self.pool.limit)
+        many = max(beyond, self.made - self.pool.made) > self.allocated // SLACK
         if many:
-            self.made = self.room = self.pool.made
+            self.made, self.room = min(self.made, self.pool.made), self.pool.made
             for layer in self.layers:
                 self.allocate(layer, layer.keys, layer.values, self.room)
             self.lay_out(0, blocks)

@@ -92,10 +92,9 @@ class PagedCache(TreeCache):
         share: bool = True,
         unread: int = 1,
         most: Sequence[int] | None = None,
-        at_once: bool = True,
     ) -> list[int]:
         """Take pages for ``texts``, whose rows :meth:`open` is about to append. How many tokens of each the cache holds already, because
-        another text began like it. A text may share with those before it in ``texts``, which are computed first.
+        another text began like it. A text may share with those before it in ``texts``, which are computed first, and before any row leaves.
 
         Args:
             live: the texts of live rows.
@@ -103,11 +102,12 @@ class PagedCache(TreeCache):
             share: whether they may share at all.
             unread: so many tokens of each must still be computed.
             most: tokens of each that it may share at most.
-            at_once: they are computed before any row leaves. Otherwise nobody shares what is not computed yet.
 
         Raises:
             CacheMemoryError: there are not enough pages; nothing has changed.
         """
+        if self.stores[0].opening or len(self._keys) > len(self.lengths):
+            self._open_none()  # an interrupt came between this and `open`
         if any(filled < told for filled, told in zip(self._filled, self._told)):
             self.pool.prefixes.clear()  # a row was opened and has not been read yet
             self._told = [0] * len(self._told)
@@ -135,7 +135,7 @@ class PagedCache(TreeCache):
                 whole.opening.append(table)
                 for store in self.windows:
                     store.begun(table, length)
-                taken = self.pool.take(count)
+                taken = self.pool.take(count, after=kept[-1] if kept else None)
                 table += taken
                 self._fit()
                 if partly:
@@ -145,23 +145,27 @@ class PagedCache(TreeCache):
                     for store in self.windows:
                         self._own_copy(store, store.opening[-1], length, taken[0])
                 fresh.update(taken)
-                full = (
-                    (len(text) - max(0, unread - 1)) // PAGE if share and at_once else 0
-                )  # pages that will be full when the row has been read
+                full = max(0, len(text) - max(0, unread - 1)) // PAGE if share else 0  # pages that will be full when the row has been read
                 self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
                 told.append(full * PAGE)
                 lengths.append(length)
         except BaseException:
-            for each in reversed(self.stores):
-                for table in each.opening:
-                    each.drop(table)
-                each.opening = []
-            self.pool.prefixes.clear()  # it may know of pages that will never be filled
+            self._open_none()
             raise
         self._keys += keys
         self._prompts += map(len, whole.opening)
         self._told += told
         return lengths
+
+    def _open_none(self) -> None:
+        """The rows that were about to be opened will not be."""
+        for store in reversed(self.stores):
+            for table in store.opening:
+                store.drop(table)
+            store.opening = []
+        self.pool.prefixes.clear()  # it may know of pages that will never be filled
+        for held in (self._keys, self._prompts, self._told):
+            del held[len(self.lengths) :]
 
     def _own_copy(self, store: WindowStore, table: list[int], length: int, owner: int) -> None:
         """The last page of ``table``, of which another row's text fills a part, becomes a copy that belongs to ``owner``."""
@@ -252,6 +256,12 @@ class PagedCache(TreeCache):
         self._memory, self._beside = memory, beside
         for pool, size in zip(self.pools, self._sizes):
             pool.limit = None if memory is None or not size else memory // sum(self._sizes)
+
+    def keep_to(self, other: PagedCache) -> None:
+        """Have no more pages of any kind than ``other``, whose budget counts one of each beside each of its own."""
+        self.pool.spare = other.pool.spare
+        for store in self.stores:
+            store.pool.keep_to(other.pool)
 
     def fill(self) -> None:
         """Finished texts may stay until the limit is reached, however little live rows hold."""
@@ -406,7 +416,7 @@ class PagedCache(TreeCache):
     @property
     def bytes(self) -> int:
         """Memory that keys and values have ever taken."""
-        return sum(store.made * store.kind.page_bytes for store in self.stores)
+        return sum(store.allocated * store.kind.page_bytes for store in self.stores)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -414,7 +424,7 @@ class PagedCache(TreeCache):
         """Give slots ``start`` to ``end`` of a row pages, and copies of pages that others read."""
         store, table = self.stores[0], self.tables[row]
         if (missing := pages_of(end) - len(table)) > 0:
-            store.extend(row, self.pool.take(missing))
+            store.extend(row, self.pool.take(missing, after=table[-1] if table else None))
         over = pages_of(min(end, self._filled[row])) if start < self._filled[row] else 0  # nobody has read anything after it
         for index in range(start // PAGE, over):
             if self.pool.counts[table[index]] > 1:

@@ -23,6 +23,10 @@ PAGE = 64  # tokens per page
 IDS = attrgetter("ids")
 
 
+class LimitError(CacheMemoryError):
+    """Rows already hold as many pages as they may."""
+
+
 class LimitedPool:
     """What pools have in common, those of pages and those of runs: how much rows may hold.
 
@@ -32,6 +36,7 @@ class LimitedPool:
 
     held: int
     _limit: int | None
+    _exceeds = False
 
     def _shrink(self) -> None:
         """Keep to the limit, as far as rows do not hold more."""
@@ -46,19 +51,26 @@ class LimitedPool:
         self._limit = limit
         self._shrink()
 
+    def keep_to(self, other: LimitedPool) -> None:
+        """Have the limit that ``other`` has now."""
+        if (self._limit, self._exceeds) != (other._limit, other._exceeds):
+            self._exceeds = other._exceeds
+            self.limit = other._limit
+
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Rows may take pages beyond the limit meanwhile."""
-        limit, self._limit = self._limit, None
+        """Rows may take pages beyond the limit meanwhile, once nothing is cached that could go instead."""
+        self._exceeds = True
         try:
             yield
         finally:
-            self.limit = limit
+            self._exceeds = False
+            self._shrink()
 
     @property
     def room(self) -> int | None:
-        """Pages that rows could take now: free, cached or not made yet. None without a limit."""
-        return None if self._limit is None else max(0, self._limit - self.held)
+        """Pages that rows could take now: free, cached or not made yet. None if there is no limit now."""
+        return None if self._limit is None or self._exceeds else max(0, self._limit - self.held)
 
 
 class PagePool(LimitedPool):
@@ -102,28 +114,31 @@ class PagePool(LimitedPool):
         """Page ids are below this; the buffers must have room for so many pages."""
         return len(self.counts)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, after: int | None = None) -> list[int]:
         """``count`` pages for a row, in ascending order, with one holder each.
 
-        Free pages come first: the lowest run of neighbours that is long enough, else the longest runs. If there are too few of them, pages
-        are evicted while the tree has more than its share, then new ones are made, and at the limit more are evicted. This may free what
-        :meth:`PrefixTree.match` has just found, unless the caller shares it before.
+        Free pages come first: those behind the page ``after``, the row's last one, else the lowest run of neighbours that is long enough,
+        else the longest runs. If there are too few of them, pages are evicted while the tree has more than its share, then new ones are
+        made, and at the limit more are evicted. This may free what :meth:`PrefixTree.match` has just found, unless the caller shares it
+        before.
 
         Raises:
-            CacheMemoryError: there is no room for so many; nothing has changed.
+            LimitError: there is no room for so many; nothing has changed.
         """
         if self.room is not None and count > self.room:
-            raise CacheMemoryError(f"the key-value cache has room for {self.room} more pages of {self.page} tokens, and {count} are needed")
+            raise LimitError(f"the key-value cache has room for {self.room} more pages of {self.page} tokens, and {count} are needed")
         short = max(0, count - (self.made - self.held - self.cached))
         new = short - min(short, max(0, self.cached - max(self.spare, self._most_held)))
         if self._limit is not None:
-            new = min(new, max(0, self._limit - self.made))
+            new = max(min(new, max(0, self._limit - self.made)), short - self.cached)
         if short > new:
-            self._evict(short - new)
+            behind = count == 1 and after is not None and self._evict_leaf(after + 1)
+            self._evict(short - new - behind)
             self.evicted += short - new
         self.counts += [0] * new
         self._free += b"\1" * new
-        first = self._free.find(b"\1" * count)
+        run = b"\1" * count
+        first = self._free.find(run) if after is None or not self._free.startswith(run, after + 1) else after + 1
         if first >= 0:
             pages = list(range(first, first + count))
         else:
@@ -204,6 +219,14 @@ class PagePool(LimitedPool):
 
     def _evict(self, count: int) -> None:
         self.prefixes._evict(count)
+
+    def _evict_leaf(self, page: int) -> bool:
+        """Free one page, if only the tree holds it and nothing follows it there. Whether it did."""
+        node = self.prefixes._nodes.get(page)
+        if node is None or not self.prefixes._can_go(node):
+            return False
+        self.prefixes._remove(node)
+        return True
 
     def _give_up(self, page: int) -> None:
         """The tree gives up a page that it holds."""

@@ -52,7 +52,6 @@ class Encoded:
 
     def part(self) -> None:
         """Keep nothing alive of other sources that were read together with this one."""
-        self.states = _alone(self.states)
         self.keys = [(_alone(keys), _alone(values)) for keys, values in self.keys]
 
 
@@ -188,6 +187,7 @@ class CrossKeys(Cache):
         """Keys and values of all rows, shorter sources padded with zeros."""
         first, *others = (row.keys[layer] for row in self.rows)
         if all(row is self.rows[0] for row in self.rows):
+            first = self.rows[0].keys[layer] = _alone(first[0]), _alone(first[1])  # others that it was read with may be gone
             return CrossLayer(*(each.expand(len(self.rows), *each.shape) for each in first))
         longest = max(len(row.states) for row in self.rows)
         stores = [each.new_zeros(len(self.rows), each.shape[0], longest, each.shape[2]) for each in first]
@@ -234,7 +234,7 @@ class SourcedCache(TreeCache):
             states = encode([source for source, run in zip(sources, known) if run is None])
             for index, (source, key) in enumerate(zip(sources, keys)):
                 if known[index] is None:
-                    run = self.runs.find(key) or Encoded(source, states[source], key)
+                    run = self.runs.find(key) or Encoded(source, _alone(states[source]), key)
                     self._hold(run)
                     known[index] = run
         except BaseException:

@@ -93,7 +93,7 @@ def as_template_reads(message: Message, *, developer: bool) -> dict[str, Any]:
     """Templates read text as one string, arguments of calls as objects, and mostly know no developers."""
     shown: dict[str, Any] = {"role": message.role if developer or message.role != "developer" else "system"}
     shown["content"] = text_of(message.content)
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             shown[name] = value
     if message.tool_calls:

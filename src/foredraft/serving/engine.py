@@ -50,7 +50,7 @@ class Engine:
         metrics: what ``/metrics`` answers.
 
     Raises:
-        ConfigurationError: ``settings.deterministic`` was asked for, and cannot be had.
+        ConfigurationError: ``settings.deterministic`` was asked for, and cannot be had; or a draft learns from several keys' texts unasked.
     """
 
     def __init__(self, speculator: Speculator, settings: Settings):
@@ -68,6 +68,8 @@ class Engine:
         # of the thread alone
         self._live: dict[int, Live] = {}  # by slot
         self._learns = self.session.drafter.learnt is not None  # its weights change while rows are live; nobody else's do
+        if self._learns:
+            settings.check_learning()
         self._outbox: list[tuple[Job, Event]] = []
         self._tokens = 0  # that the live rows have at most in the end
         self._blocked = False  # the head of the queue did not fit, and no row has left since

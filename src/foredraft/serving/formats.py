@@ -13,7 +13,7 @@ from foredraft.grammars import Grammar
 from foredraft.serving.failures import busy, refused
 from foredraft.serving.hard_schemas import check
 from foredraft.serving.schema import ChatRequest, CompletionRequest, JsonObject, JsonSchemaFormat, NamedTool, StructuredOutputs
-from foredraft.serving.tools import calls_schema
+from foredraft.serving.tools import calls_schema, free_calls
 
 LONGEST = 1 << 16  # characters of a schema or a grammar
 LONGEST_REGEX = 1 << 12
@@ -23,8 +23,9 @@ MOST_WAITING = 16  # compilations that wait for a thread
 WAITING = "the formats of other requests are being compiled; try again later"
 
 
-def wanted(request: CompletionRequest | ChatRequest) -> tuple[str, dict[str, Any]] | None:
-    """The field that says what the text has to match, and the argument of :class:`Grammar` for it; None where nothing does.
+def wanted(request: CompletionRequest | ChatRequest, tokenizer: Any, ends: frozenset[int]) -> tuple[str, dict[str, Any]] | None:
+    """The field that says what the text has to match, and the argument of :class:`Grammar` for it; None where nothing does. ``ends``: the
+    tokens that end a text.
 
     Raises:
         ApiError: two fields say it.
@@ -40,6 +41,8 @@ def wanted(request: CompletionRequest | ChatRequest) -> tuple[str, dict[str, Any
             found["response_format"] = {"json_schema": format.json_schema.schema_ or {"type": "object"}}
         if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
             found["tool_choice"] = {"json_schema": calls_schema(request)}
+        elif not found and (calls := free_calls(request, tokenizer, ends)) is not None:
+            found["tools"] = {"grammar": calls}
     if len(found) > 1:
         raise refused(f"{' and '.join(found)} cannot be combined: both say what the text has to match", [*found][-1])
     return next(iter(found.items()), None)

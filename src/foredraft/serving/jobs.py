@@ -75,6 +75,7 @@ class Job:
         arrived: when it arrived, by ``time.monotonic``.
         unfinished: numbers of the choices that are not over; the engine's.
         begun: a row of it was decoded; the engine's.
+        longest: tokens of its longest row that is over; the engine's.
     """
 
     choices: Sequence[Choice]
@@ -83,6 +84,7 @@ class Job:
     arrived: float
     unfinished: set[int] = field(default_factory=set)
     begun: bool = False
+    longest: int = 0
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from foredraft.rows import Commit
 from foredraft.serving.queue import Live
 from foredraft.session import Session
+from foredraft.stats import by_drafter
 
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -33,12 +34,21 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_decode_time_seconds": ("From its first token to its last", WHOLE),
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens that a request got", TOKENS),
+    "request_max_num_generation_tokens": ("Tokens that the longest row of a request got", TOKENS),
     "request_params_max_tokens": ("Tokens that a request asked for at most", TOKENS),
     "request_params_n": ("Rows of a request", (1, 2, 5, 10, 20)),
     "iteration_tokens_total": ("Tokens that one step read of prompts and added to texts", TOKENS),
 }
 REASONS = {"eos": "stop", "stop": "stop", "removed": "stop", "length": "length", "context": "length"}
 FINISHED = ("stop", "length", "abort", "error")
+LEARNING: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str]] = {  # of a drafter that learns
+    "version": (GaugeMetricFamily, "Version of the weights that draft; 0 are the first"),
+    "alpha": (GaugeMetricFamily, "Share of the drafted tokens looked at that was accepted, over the last thousand tokens or more"),
+    "steps": (CounterMetricFamily, "Steps of training"),
+    "swaps": (CounterMetricFamily, "How often the weights changed"),
+    "refused": (CounterMetricFamily, "Trials after which no version was published"),
+    "unusable": (CounterMetricFamily, "Versions that could not be used"),
+}
 PLAIN = "chain(0)"  # the shape of a round without a draft
 
 
@@ -122,6 +132,10 @@ class Metrics:
             self.seen["request_time_per_output_token_seconds"]((live.last - live.first) / (live.tokens - 1))
         self.seen["request_prompt_tokens"](len(live.waiting.choice.ids))
         self.seen["request_generation_tokens"](live.tokens)
+        job = live.waiting.job
+        job.longest = max(job.longest, live.tokens)
+        if not job.unfinished:
+            self.seen["request_max_num_generation_tokens"](job.longest)
 
     # -- when somebody asks ---------------------------------------------------------------------------------------------
 
@@ -158,6 +172,25 @@ class Metrics:
         yield self._count("foredraft:guesses_drafted_tokens", "Drafts that were expected or that a grammar forced", self.guesses_drafted)
         yield self._count("foredraft:guesses_accepted_tokens", "How many of these were accepted", self.guessed)
         yield self._count("foredraft:requests_refused", "Requests turned away because too many waited", self.refused)
+        yield from self._learning()
+
+    def _learning(self) -> Iterator[Metric]:
+        """Of drafters that learn while they serve; steps and trials where this process leads."""
+        learners = by_drafter(self.session.drafter.learnt, self.session.drafter.name)
+        for name, (family, text) in LEARNING.items():
+            metric = family(f"foredraft:learning_{name}", text, labels=(*LABELS, "drafter"))
+            for drafter, facts in learners.items():
+                value = facts["alpha"][-1][1] if name == "alpha" and facts["alpha"] else facts.get(name)
+                if isinstance(value, (int, float)):
+                    metric.add_metric([self.model, "0", drafter], value)
+            if metric.samples:
+                yield metric
+        seconds = CounterMetricFamily("foredraft:learning_seconds", "Seconds by what they went to", labels=(*LABELS, "drafter", "phase"))
+        for drafter, facts in learners.items():
+            for phase, spent in facts["seconds"].items():
+                seconds.add_metric([self.model, "0", drafter, phase], spent)
+        if learners:
+            yield seconds
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=LABELS)

@@ -47,7 +47,7 @@ class Protection:
     """Checks Host and key, gives every request an id, and logs how it ended.
 
     Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
-    and ``status``, of the line in the log.
+    and ``status``, of the line in the log. Above it, ``crowded`` may say that there are too many connections.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings):
@@ -81,6 +81,8 @@ class Protection:
 
         try:
             self.check_host(headers.get("host", ""))
+            if state.get("crowded") and path_of(scope) != "/health":
+                raise ApiError(503, "the server has too many connections; try again later", code="busy", headers=BUSY)
             state["key"] = self.key_of(scope, headers.get("authorization", ""))
             state["owner"] = state["key"] or str((scope.get("client") or ("",))[0])
             self.check_length(headers.get("content-length", "0"))
@@ -141,7 +143,9 @@ class Protection:
         """
         if self.local and not is_local(name_of_host(host)):
             raise refused(
-                f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host", code="host"
+                f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host (in Python, give "
+                "Settings a host)",
+                code="host",
             )
 
     def key_of(self, scope: Scope, header: str) -> str | None:

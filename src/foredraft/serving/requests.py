@@ -69,12 +69,12 @@ class Requests:
             ApiError: 400 or 404; the message names the field.
         """
         self.check_model(request.model)
-        form = wanted(request)
+        form = wanted(request, self.tokenizer, self.eos)
         grammar = None
         if form is not None:
             if request.ignore_eos or request.min_tokens:
                 which = "ignore_eos" if request.ignore_eos else "min_tokens"
-                raise refused(f"{which} cannot be combined with {form[0]}, which says where the text ends", which)
+                raise refused(f"{which} cannot be combined with {form[0]}, which says what the text is", which)
             grammar = await self.formats.compile(*form)
         return await asyncio.to_thread(self._plan, request, isolation, grammar)
 
@@ -167,15 +167,18 @@ class Requests:
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 
     def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:
-        """What is drafted in place of the drafter's tokens. A prediction stands alone, so that its tokens can be counted."""
+        """What is drafted in place of the drafter's tokens; of these the first that says anything."""
+        found: list[Guess] = []
         if request.prediction is not None:
             if not self.guess:
                 raise refused("prediction needs a server with the rule match; leave it out", "prediction", "needs_match")
             tokens = self.encode(text_of(request.prediction.content), special=False)
             prediction = Prediction(tokens[:MOST_PREDICTED])
             prediction.prepare()
-            return [prediction]
-        return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
+            found.append(prediction)
+        if grammar is not None and self.guess:
+            found.append(ForcedTokens(grammar))
+        return found
 
     # -- logits ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ class Answer(ABC):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, request: Any, plan: Plan, facts: Facts, tokenizer: Any, names: TokenNames):
+    def __init__(self, request: Any, plan: Plan, facts: Facts, tokenizer: Any, names: TokenNames, keep: Collection[str] = ()):
         self.request, self.plan, self.facts, self.names = request, plan, facts, names
         logprobs, echo = request.top is not None, getattr(request, "echo", False)
         only_echo = echo and request.limit == 0
@@ -46,6 +46,7 @@ class Answer(ABC):
                 min_tokens=request.min_tokens,
                 echo=echo,
                 only_echo=only_echo,
+                keep=keep,
             )
             for index in range(len(plan.choices))
         ]
@@ -212,8 +213,8 @@ class ChatAnswer(Answer):
     request: ChatRequest
 
     def __init__(self, request: ChatRequest, plan: Plan, facts: Facts, tokenizer: Any, names: TokenNames):
-        super().__init__(request, plan, facts, tokenizer, names)
-        self.readers: list[Reader] = [reader_for(request, tokenizer, choice.ids) for choice in plan.choices]
+        self.readers: list[Reader] = [reader_for(request, tokenizer, choice) for choice in plan.choices]
+        super().__init__(request, plan, facts, tokenizer, names, self.readers[0].tags)
         self.messages: list[Delta] = [{"role": "assistant", "content": None, "refusal": None} for _ in self.writers]
         self.contents: list[list[dict[str, Any]]] = [[] for _ in self.writers]
 
@@ -239,7 +240,7 @@ class ChatAnswer(Answer):
             ended = writer.finish_reason == "stop"  # by a token, where no stop string was found
             deltas += reader.flush(writer.tokens[: len(writer.tokens) - ended] if writer.stop_reason is None else None)
             forced = isinstance(self.request.tool_choice, NamedTool)  # whose finish reason is "stop" with OpenAI
-            if reader.calls and writer.finish_reason == "stop" and not forced:
+            if reader.calls and not reader.cut and writer.finish_reason == "stop" and not forced:
                 writer.finish_reason = "tool_calls"
         for delta in deltas:
             gather(self.messages[index], delta)
@@ -269,8 +270,9 @@ class ChatAnswer(Answer):
 
 def gather(message: Delta, delta: Delta) -> None:
     """Add a delta to a message, as clients do."""
-    if delta.get("content"):
-        message["content"] = (message["content"] or "") + delta["content"]
+    for name in ("content", "reasoning_content"):
+        if delta.get(name):
+            message[name] = (message.get(name) or "") + delta[name]
     for call in delta.get("tool_calls", ()):
         calls = message.setdefault("tool_calls", [])
         if call["index"] == len(calls):

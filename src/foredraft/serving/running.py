@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import Receive, Scope, Send
 
 from foredraft.rows import RowParameters
 from foredraft.serving.connections import Connection
@@ -53,8 +54,14 @@ class Server(uvicorn.Server):
     def __init__(
         self, application: Any, engine: Engine, bound: socket.socket, *, ready: Callable[[str], None], said: Callable[[str], None]
     ):
+        most = CONNECTIONS + engine.settings.max_rows + engine.settings.max_queue
+
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            scope.setdefault("state", {})["crowded"] = len(self.server_state.connections) > most
+            await application(scope, receive, send)
+
         config = uvicorn.Config(
-            application,
+            counting,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -62,7 +69,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE,
             http=Connection,
             ws="none",
-            limit_concurrency=CONNECTIONS + engine.settings.max_rows + engine.settings.max_queue,
+            proxy_headers=False,  # or each local client could call itself a new one with every request, and take its turn
             timeout_graceful_shutdown=int(GRACE),
         )
         super().__init__(config)

@@ -234,6 +234,7 @@ class Message(Part):
     name: str | None = None
     tool_calls: Several[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = None
+    reasoning_content: Text | None = None
     refusal: None = None
     annotations: list[Any] | None = None
     audio: None = None

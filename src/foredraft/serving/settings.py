@@ -69,6 +69,18 @@ class Settings:
         if len(set(self.keys.values())) < len(self.keys) or not all(self.keys.values()):
             raise ConfigurationError("an API key is empty or was given twice; give each once")
 
+    def check_learning(self) -> None:
+        """For a draft whose weights learn from what is served. Stores of texts, such as the one of ``suffix``, are kept apart by key.
+
+        Raises:
+            ConfigurationError: its drafts would show one key what others wrote, and nobody has allowed that.
+        """
+        if len(self.keys) > 1 and not self.share:
+            raise ConfigurationError(
+                "--learn trains one draft on the texts of all keys, and its drafts would tell one what others wrote; add --share to allow "
+                "that (in Python, Settings(share=True))"
+            )
+
     def longest(self, target: Any) -> int | None:
         """Most tokens of a prompt and its answer with ``target``; longer answers are cut there. None where nothing limits them."""
         limits = (target.context, target.trained, self.max_batch_tokens)

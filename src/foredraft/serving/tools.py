@@ -7,19 +7,26 @@ is free to call one, its text is read: by the tokenizer's own response template 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import secrets
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from foredraft.detokenizer import special_tokens
+from foredraft.grammars import ONE_LINE
+from foredraft.serving.jobs import Choice
 from foredraft.serving.schema import ChatRequest, NamedTool
 from foredraft.serving.stops import beginning
 
 log = logging.getLogger("foredraft.serving")
 BEGIN, END = "<tool_call>", "</tool_call>"
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+CUT = re.compile(r'\{"name": "([^"\\]+)", "arguments": (.*)', re.DOTALL)  # the beginning of a call, as the grammar has it written
+REASONING = ("reasoning_content", "reasoning", "thinking")  # what response templates call it
+ID = 9  # characters of a call's id: some chat templates take no others
 
 Delta = dict[str, Any]
 
@@ -48,6 +55,39 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
     }
 
 
+def free_calls(request: ChatRequest, tokenizer: Any, ends: Collection[int]) -> str | None:
+    """Where the model is free to call a tool and one of them is strict: a Lark grammar of text with calls in it. Any text will do, but
+    behind a tag that begins a call stands one: of a tool that is there, with the arguments of its schema if it is strict. None elsewhere,
+    and for a tokenizer with a response template, which may have them written in any form."""
+    if request.tool_choice not in (None, "auto") or not any(tool.function.strict for tool in request.tools):
+        return None
+    if getattr(tokenizer, "response_template", None):
+        return None
+    tools = [tool.function for tool in request.tools]
+    arguments = {tool.name: (tool.parameters if tool.strict else None) or ANY_ARGUMENTS for tool in tools}
+    named = [{"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}} for name in arguments]
+    orders = [each for members in named for each in (members, dict(reversed(members.items())))]  # models are trained on both
+    call = {
+        "x-guidance": ONE_LINE,
+        "anyOf": [{"type": "object", "properties": each, "required": [*each], "additionalProperties": False} for each in orders],
+        "$defs": {name: moved(schema, f"#/$defs/{name}") for name, schema in arguments.items()},
+    }
+    special = special_tokens(tokenizer)
+    begin = f"begin: TEXT {BEGIN}" if BEGIN in special else f'begin[lazy]: TEXT "{BEGIN}"'
+    end = END if END in special else f'"{END}"'
+    others = sorted(number for token, number in special.items() if token not in (BEGIN, END) and number not in ends)
+    other = f"(TEXT <[{','.join(map(str, others))}]>)*" if others else ""
+    schema = json.dumps(call).replace("::=", r":\u003a=")  # by which EBNF is known
+    often = "*" if request.parallel_tool_calls else "?"
+    return rf"""
+start: {other} (begin SPACE call SPACE {end} {other}){often} TEXT
+{begin}
+call: %json {schema}
+SPACE: /[ \n]?/
+TEXT: /(.|\n)*/
+"""
+
+
 def moved(schema: Any, place: str) -> Any:
     """``schema`` as a part of another, at ``place``: what it says of its own parts goes on to mean them."""
     if isinstance(schema, list):
@@ -74,7 +114,10 @@ def as_json(arguments: Any) -> str:
 class Reader(ABC):
     """Turns the text of one choice into deltas of the assistant's message."""
 
+    tags: tuple[str, ...] = ()  # that it looks for, and which are text even where they are special tokens
     calls = 0  # that were found
+    cut = False  # the last of them is not complete
+    choice: Choice | None = None  # whose text it is
 
     @abstractmethod
     def feed(self, text: str) -> list[Delta]:
@@ -85,10 +128,12 @@ class Reader(ABC):
         return []
 
     def call(self, name: str, arguments: str) -> Delta:
-        """A whole call."""
+        """A call. The same request has the same ids, and another prompt others: all calls of a conversation differ."""
+        of = None if self.choice is None else (self.choice.parameters.seed, list(self.choice.ids))
+        number = hashlib.sha256(repr((of, self.calls)).encode()).hexdigest()[:ID]
         self.calls += 1
         function = {"name": name, "arguments": arguments}
-        return {"tool_calls": [{"index": self.calls - 1, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": self.calls - 1, "id": number, "type": "function", "function": function}]}
 
 
 class PlainReader(Reader):
@@ -113,7 +158,7 @@ class NamedReader(Reader):
 
 
 class ListReader(Reader):
-    """The text is a JSON list of calls; each is shown when it is complete."""
+    """The text is a JSON list of calls; each is shown when it is complete, or at the end as far as it was written."""
 
     def __init__(self) -> None:
         self.text, self.depth, self.quoted, self.escaped = "", 0, False, False
@@ -138,6 +183,11 @@ class ListReader(Reader):
                     found.append(self.read())
         return found
 
+    def flush(self, tokens: Sequence[int] | None) -> list[Delta]:
+        begun = CUT.match(self.text) if self.depth else None
+        self.cut = self.depth > 0
+        return [] if begun is None else [self.call(begun[1], begun[2])]
+
     def read(self) -> Delta:
         try:
             call = json.loads(self.text)
@@ -151,6 +201,8 @@ class TaggedReader(Reader):
 
     Whitespace between calls, and behind the last one, is no text.
     """
+
+    tags = (BEGIN, END)
 
     def __init__(self, names: Sequence[str], *, parallel: bool):
         self.names, self.parallel = set(names), parallel
@@ -200,10 +252,11 @@ class TaggedReader(Reader):
 
 
 class TemplateReader(Reader):
-    """transformers reads the whole text by the tokenizer's response template, so it is shown at its end."""
+    """transformers reads the whole text by the tokenizer's response template, so it is shown at its end. Where calls may not be parallel,
+    it is the first that counts."""
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]]):
-        self.tokenizer, self.prompt, self.tools = tokenizer, prompt, tools
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, parallel: bool):
+        self.tokenizer, self.prompt, self.tools, self.parallel = tokenizer, prompt, tools, parallel
         self.text = ""
 
     def feed(self, text: str) -> list[Delta]:
@@ -214,8 +267,11 @@ class TemplateReader(Reader):
         whole = self.text if tokens is None else list(tokens)
         try:
             message = self.tokenizer.parse_response(whole, prefix=list(self.prompt), tools=list(self.tools))
-            found: list[Delta] = [{"content": message["content"]}] if message.get("content") else []
-            for each in message.get("tool_calls") or ():
+            reasoning = next((message[name] for name in REASONING if message.get(name)), None)
+            found: list[Delta] = [{"reasoning_content": reasoning}] if reasoning else []
+            found += [{"content": message["content"]}] if message.get("content") else []
+            calls = message.get("tool_calls") or []
+            for each in calls if self.parallel else calls[:1]:
                 function = each["function"]
                 found.append(self.call(function["name"], as_json(function.get("arguments", {}))))
         except Exception as error:  # the template is a program of the model's author, and the text may be anything
@@ -225,8 +281,14 @@ class TemplateReader(Reader):
         return found
 
 
-def reader_for(request: ChatRequest, tokenizer: Any, prompt: Sequence[int]) -> Reader:
-    """What reads the text of a choice of this request."""
+def reader_for(request: ChatRequest, tokenizer: Any, choice: Choice) -> Reader:
+    """What reads the text of this choice of the request."""
+    found = _reader(request, tokenizer, choice.ids)
+    found.choice = choice
+    return found
+
+
+def _reader(request: ChatRequest, tokenizer: Any, prompt: Sequence[int]) -> Reader:
     if isinstance(request.tool_choice, NamedTool):
         return NamedReader(request.tool_choice.function.name)
     if request.tool_choice == "required":
@@ -234,5 +296,6 @@ def reader_for(request: ChatRequest, tokenizer: Any, prompt: Sequence[int]) -> R
     if not request.tools or request.tool_choice == "none":
         return PlainReader()
     if getattr(tokenizer, "response_template", None):
-        return TemplateReader(tokenizer, prompt, [tool.model_dump(exclude_none=True) for tool in request.tools])
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        return TemplateReader(tokenizer, prompt, tools, parallel=request.parallel_tool_calls)
     return TaggedReader([tool.function.name for tool in request.tools], parallel=request.parallel_tool_calls)

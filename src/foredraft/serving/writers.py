@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,7 +12,7 @@ from typing import Any
 from foredraft.detokenizer import Detokenizer
 from foredraft.grammars import token_bytes
 from foredraft.logits.logprobs import LogProbs
-from foredraft.rows import Commit
+from foredraft.rows import Commit, Prediction
 from foredraft.serving.stops import StopStrings
 from foredraft.traces import RoundTrace
 
@@ -95,16 +95,17 @@ class Counts:
 
     drafted: int = 0
     accepted: int = 0
-    guesses_drafted: int = 0
-    guessed: int = 0
+    guesses_drafted: int = 0  # tokens of a prediction
+    guessed: int = 0  # how many of these were accepted
     rounds: Counter[int] = field(default_factory=Counter)  # with a draft, by how many of its tokens were accepted
 
     def add(self, commit: Commit, tokens: int) -> None:
         """So many ``tokens`` of ``commit`` count; a stop string leaves out the rest."""
         self.drafted += commit.drafted
         self.accepted += commit.accepted
-        self.guesses_drafted += commit.guesses_drafted
-        self.guessed += min(commit.guessed, tokens)
+        if commit.drafter == Prediction.name:
+            self.guesses_drafted += commit.guesses_drafted
+            self.guessed += min(commit.guessed, tokens)
         if commit.drafted:
             self.rounds[commit.accepted] += 1
 
@@ -120,6 +121,7 @@ class Writer:
         stops: stop strings, which count if they are complete behind the first ``min_tokens`` tokens.
         logprobs: entries are wanted.
         echo: the text begins with the prompt; ``only_echo``: and ends there.
+        keep: special tokens that are text.
     """
 
     def __init__(
@@ -131,13 +133,14 @@ class Writer:
         min_tokens: int = 0,
         echo: bool = False,
         only_echo: bool = False,
+        keep: Collection[str] = (),
     ):
         self.prompt, self.logprobs, self.only_echo = prompt, logprobs, only_echo
         self.stops, self.min_tokens = StopStrings(stops), min_tokens
         self.tokens: list[int] = []
         self.counts = Counts()
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(prompt.tokenizer, prompt.ids)
+        self._detokenizer = Detokenizer(prompt.tokenizer, prompt.ids, keep)
         self._echo = echo
         self._decoded = 0  # characters so far, held back ones included
         self._shown = 0

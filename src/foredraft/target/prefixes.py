@@ -85,14 +85,13 @@ class Texts:
         share: bool,
         unread: int,
         most: Sequence[int] | None = None,
-        at_once: bool = True,
     ) -> tuple[list[int], list[int]]:
         """For ``texts``, whose rows are about to be appended to ``cache``: the rows to copy from, none if nothing must be copied; and how
         many slots of each are filled already, at most ``most``, and all but ``unread``."""
         own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, groups)]
         if isinstance(cache, KEEPING):
             live = [self._own(text) for text in self.live]
-            return [], cache.begin(own, live, keys, share=share, unread=unread, most=most, at_once=at_once)
+            return [], cache.begin(own, live, keys, share=share, unread=unread, most=most)
         held: list[tuple[int, Hashable, Sequence[int], int]] = []
         if share:
             for row, each in enumerate(zip(self.live, self._groups)):

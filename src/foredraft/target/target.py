@@ -48,12 +48,17 @@ def budget(memory: str | float, device: torch.device) -> tuple[bool, int | None]
     """Whether an amount of memory was asked for, rather than "auto"; and the bytes that a cache on ``device`` may take, None for no limit.
 
     Raises:
-        ConfigurationError: not an amount of memory.
+        ConfigurationError: not an amount of memory, or a fraction where the system does not say how much is free.
     """
     wanted = parse_memory(memory)
     if isinstance(wanted, int):
         return True, wanted
     free = free_memory_of(device)
+    if free is None and wanted is not None:
+        raise ConfigurationError(
+            f"cache_memory={memory!r} is a fraction of the free memory, and this system does not say how much is free; give a size such as "
+            "'6GiB'"
+        )
     return wanted is not None, None if free is None else int(free * (AUTO if wanted is None else wanted))
 
 
@@ -138,8 +143,8 @@ class Target(Passes):
         self._seen = dict(self._state.counts)
         self._beside: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes that a drafter keeps for each page
         try:
-            self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory, self.device)
-            self._limit()
+            self._asked = cache_memory
+            self._take_budget()
         except ConfigurationError:
             self.backend.close()
             raise
@@ -204,8 +209,12 @@ class Target(Passes):
 
     def share_budget(self, page_bytes: Callable[[], tuple[int, int]]) -> None:
         """``cache_memory`` is also for what a drafter keeps of as many tokens: ``page_bytes()`` beside each page of a text, and beside each
-        page of a source."""
+        page of a source. Its weights are loaded, so that they no longer count as free memory."""
         self._beside = page_bytes
+        self._take_budget()
+
+    def _take_budget(self) -> None:
+        self._cache_memory = (False, None) if self._asked is None else budget(self._asked, self.device)
         self._limit()
 
     def _limit(self) -> None:
@@ -244,9 +253,9 @@ class Target(Passes):
         sources: Sequence[Source | None] = (),
         isolations: Sequence[str | None] = (),
         unread: int = 1,
-        at_once: bool = True,
     ) -> None:
-        """Append a row for each text. What the cache holds of its beginning, from live or finished rows, is not computed again.
+        """Append a row for each text. What the cache holds of its beginning, from live or finished rows, is not computed again. They share
+        beginnings with each other, too, so they must be read, in this order, before anything else happens to their rows.
 
         Args:
             texts: the prompts; a list that its owner extends as tokens are committed.
@@ -254,7 +263,6 @@ class Target(Passes):
             sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
             isolations: rows that differ in these share nothing; None for all unless given.
             unread: so many tokens of each text must be computed in any case, because their outputs are wanted.
-            at_once: the texts are read before anything else happens to their rows. Otherwise they do not share with each other.
 
         Raises:
             CacheMemoryError: the cache has no room for them; nothing has changed.
@@ -267,7 +275,7 @@ class Target(Passes):
             self.backend.encode([source for source in sources if source is not None], groups)
         if self._companion is not None:
             most = self._companion.open(texts, groups, share=share, unread=unread)
-        rows, lengths = self._texts.find(self.cache, texts, groups, share=share, unread=unread, most=most, at_once=at_once)
+        rows, lengths = self._texts.find(self.cache, texts, groups, share=share, unread=unread, most=most)
         self.backend.open(lengths)
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
         if rows:

@@ -4,9 +4,9 @@ texts that it was trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foredraft import drafters
+from foredraft.device import host_by_default
 from foredraft.drafters.base import Drafter
 from foredraft.heads.base import Head
 from foredraft.heads.calibration import Calibration, calibrate, weigh_log_odds
@@ -25,6 +26,7 @@ from foredraft.planning.tree_costs import tree_costs
 from foredraft.rows import SessionRow, successful
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
+from foredraft.target import Target
 from foredraft.training.data import Texts
 from foredraft.training.generation import Answering, add
 
@@ -101,8 +103,8 @@ def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | N
     """
     if not isinstance(head, VocabularyHead):
         return None
-    answers, cost = held.answers(model, head), (lambda count: 1.0) if nodes else costs(head, model)
-    found = calibrate(head, model, cost=cost, most_nodes=nodes or 64, **answers)
+    answers, (cost, execution) = held.answers(model, head), ((lambda count: 1.0), None) if nodes else costs(head, model)
+    found = replace(calibrate(head, model, cost=cost, most_nodes=nodes or 64, **answers), execution=execution)
     found.store(head)
     return found
 
@@ -117,7 +119,18 @@ def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts, 
     return head.log_odds
 
 
-def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:
-    """Seconds of a round by its drafted nodes, as this machine runs the model."""
-    with closing(Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)) as speculator:
-        return tree_costs(speculator.target, speculator.drafter)
+def costs(head: Head, model: PreTrainedModel) -> tuple[Callable[[int], float], str]:
+    """Seconds of a round by its drafted nodes, as this machine runs the model where it is loaded by name; and by which execution."""
+    drafter = drafter_of(head)
+    with as_served(model, drafter) as target:
+        return tree_costs(target, drafter), target.execution
+
+
+@contextmanager
+def as_served(model: PreTrainedModel, drafter: Drafter) -> Iterator[Target]:
+    """The target and its ``drafter`` as they run where ``model`` is loaded by name: until the end, packed weights take the place of its
+    own, so that none are held twice."""
+    with host_by_default(model.device), closing(Target(model, owned=True, reuse_prefix=False)) as target:
+        drafter.bind(target)
+        with closing(drafter):
+            yield target

@@ -108,7 +108,7 @@ class OnlineLearner:
 
     def _follow(self) -> None:
         """The server would not use what was published last, or uses other weights."""
-        if self.version and self.buffer["refused"] == self.version:
+        if self.version and self.buffer["unusable"] == self.version:
             self.version = self.buffer["accepted"]
             self.published = self._load(self.version)
             self._go_back()
@@ -214,13 +214,13 @@ class OnlineLearner:
         self.buffer["again"] = float(torch.cat(gains).mean()) if gains else 0.0
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
-        self.version = max(self.versions.numbers()[-1], self.buffer["published"], self.buffer["refused"]) + 1
+        self.version = max(self.versions.numbers()[-1], self.buffer["published"], self.buffer["unusable"]) + 1
         self.versions.save(self.version, weights)
         self.buffer["published"] = self.version
         self.published, self._refusals = weights, 0
 
     def _refuse(self, *, finite: bool) -> None:
-        self.buffer["refusals"] += 1
+        self.buffer["refused"] += 1
         self._refusals += 1
         if self._refusals >= BACK or not finite:
             self._speed, self._refusals = max(SLOWEST, self._speed / 2), 0
@@ -276,9 +276,7 @@ class OnlineLearner:
             torch.from_numpy(piece[name][:end].astype(kind)).to(self.device)
             for name, end, kind in (("tokens", piece["length"], "i8"), ("places", count, "i8"), ("ids", count, "i8"), ("logs", count, "f4"))
         )
-        last = vocabulary_of(self.model) - 1
-        outside = tokens > last  # tokens that only the target has
-        return ids.clamp(max=last)[None], places, Few(tokens.clamp(max=last), logs.masked_fill(outside, -torch.inf))
+        return ids.clamp(max=vocabulary_of(self.model) - 1)[None], places, Few(tokens, logs)
 
 
 def gained(before: Tensor, after: Tensor, share: Tensor) -> tuple[float, float, float]:

@@ -159,7 +159,8 @@ def store(trainer: Trainer, outcome: Outcome, out: Path, tree_nodes: int | None,
         return [*said, f"no tree is stored with it: {error}"]
     if tree is not None:
         save_head(head, out, about=about)
-        said += [f"its tree has {tree.tree.nodes} nodes, {tree.expected:.3f} tokens per pass expected of it: {tree.tree}"]
+        by = "" if tree.execution is None else f", chosen by the cost of {tree.execution} passes"
+        said += [f"its tree has {tree.tree.nodes} nodes{by}, {tree.expected:.3f} tokens per pass expected of it: {tree.tree}"]
     return said
 
 
@@ -192,7 +193,7 @@ def store_draft(trainer: Trainer, head: Draft, out: Path, target: str) -> list[s
     """Store a draft as a checkpoint that needs nothing else, and say what it is worth beside the one that training began with."""
     lines = {line["step"]: line for line in Journal.read(trainer.folder) if "alphas" in line}
     model, best, recipe = store_checkpoint(trainer, out, target), trainer.state.best, head.config.recipe
-    worth = compared(lines[0], lines[best], Prices.measured(trainer.model, Draft(head.config, model)), recipe.temperature)
+    worth = compared(lines[0], lines[best], Prices.measured(trainer.model, str(out)), recipe.temperature)
     return [
         f"{out}: the draft of step {best}; use --target {target} --drafter draft-model:{out}"
         if best

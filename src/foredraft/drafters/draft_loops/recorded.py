@@ -33,7 +33,7 @@ AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to an
 
 
 class LoopFrame:
-    """Static inputs of one loop: of each row the last two tokens, the root's slot and the key of its noise."""
+    """Static inputs of one loop: of each row the last two tokens, the root's slot, its pages and the key of its noise."""
 
     def __init__(self, target: Target, passes: StaticPass, request: DraftRequest, chain: bool, rows: int, span: int):
         device = request.device
@@ -42,6 +42,7 @@ class LoopFrame:
         self.vocab_size, self.own_vocabulary = request.vocab_size, target.vocab_size
         self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)  # the token before the root, the root, its slot
         self.noise = torch.zeros(2, rows, dtype=torch.long, device=device)  # keys and positions
+        self.tables = passes.tables(rows, span, device)
         sampler = request.sampler
         static = Sampler(
             pipelines=[sampler.pipelines[0]] * rows,
@@ -58,6 +59,8 @@ class LoopFrame:
         lines = [[row.ids[-2], row.ids[-1], len(row.ids) - 1] for row in request.rows]
         lines += [[0, 0, self.span - request.shape.nodes - 1]] * filler
         upload(self.inputs, [list(column) for column in zip(*lines)])
+        for store, table in self.tables.items():
+            upload(table, store.until([len(row.ids) + request.shape.nodes for row in request.rows], *table.shape))
         if isinstance(noise := request.sampler.noise, Noise):
             self.noise[0, : len(request.rows)].copy_(noise.keys)
             self.noise[1, : len(request.rows)].copy_(noise.positions)
@@ -94,11 +97,13 @@ class LoopFrame:
         tokens = self._known(self.inputs[:2].t())
         before = self.inputs[2] - 1
         two, zero = chain_layout(2), torch.zeros_like(before)
-        return self.passes(tokens, before, zero, static_depths(two, device), static_ancestors(two, device), self.span).logits[:, 1:]
+        depths, ancestors = static_depths(two, device), static_ancestors(two, device)
+        return self.passes(tokens, before, zero, depths, ancestors, self.span, self.tables).logits[:, 1:]
 
     def _pass(self, tree: TokenTree, first: int) -> Tensor:
         tokens, slots = self._known(tree.tokens[:, first:]), self.inputs[2]
-        return self.passes(tokens, slots, torch.full_like(slots, first), tree.depths, tree.ancestors[:, first:], self.span).logits
+        below = torch.full_like(slots, first)
+        return self.passes(tokens, slots, below, tree.depths, tree.ancestors[:, first:], self.span, self.tables).logits
 
     def _known(self, tokens: Tensor) -> Tensor:
         """A token that only the target's padding knows is fed as another."""
@@ -143,7 +148,7 @@ class RecordedLoop:
         self._catch_up(request)
         starts = tuple(len(row.ids) - 1 for row in request.rows)
         window = Window(0, len(starts), starts, request.shape.nodes + 1)
-        self.target.cache.enter(window)
+        self.target.cache.enter(Window(0, len(starts), tuple(start - 1 for start in starts), window.nodes + 1))  # with the token before
         rows, span = recordings.rows(len(starts)), recordings.span(max(starts) + 1 + request.shape.nodes)
         if span is None:
             return None

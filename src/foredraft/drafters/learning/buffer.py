@@ -70,14 +70,14 @@ CONTROL = np.dtype(
         ("written", "u8"),  # pieces so far
         ("granted", "f8"),  # the learner may compute up to this moment
         ("accepted", "u8"),  # the version that the server uses
-        ("refused", "u8"),  # the last one that it would not use
+        ("unusable", "u8"),  # the last one that it could not use
         # written by the learner
         ("heartbeat", "f8"),
         ("busy", "u8"),  # 1 while it computes
         ("published", "u8"),  # the newest version
         ("steps", "u8"),
         ("trials", "u8"),
-        ("refusals", "u8"),  # trials after which nothing was published
+        ("refused", "u8"),  # trials after which nothing was published
         ("seconds", "f8"),  # of computing
         ("before", "f8"),  # α on the trial pieces, of the last trial: with the version in use, with the new weights,
         ("after", "f8"),

@@ -100,6 +100,8 @@ class LearnOptions:
             return cls()
         if not isinstance(given, (str, Path)) or not str(given):
             raise ConfigurationError(f"learn takes True, 'idle', a folder or a dictionary of options, got {given!r}")
+        if str(given).startswith("{"):
+            raise ConfigurationError(f'learn: cannot read {given!r}; write options as JSON, such as {{"share": 0.1, "cores": [2, 3]}}')
         return cls(share=0.0) if given == IDLE else cls(folder=str(given))
 
 
@@ -129,7 +131,7 @@ class Learning:
 
     Attributes:
         version: of the weights in use; 0 are the first ones.
-        swaps, refused, seconds: how often others were taken up, or were not because they cannot be used; seconds that both took.
+        swaps, unusable, seconds: how often others were taken up, and how many could not be used; seconds that both took.
         curve: pairs of tokens served and the part of the draft tokens looked at that was accepted since the last pair.
     """
 
@@ -154,13 +156,14 @@ class Learning:
         self.duty = Duty(options.share)
         self.layout = Layout(about.get("width", 0))
         self.collector = Collector(self._add, self.layout)
-        self.version, self.swaps, self.refused, self.seconds = 0, 0, 0, 0.0
-        self._unusable = -1  # the last version that was refused
+        self.version, self.swaps, self.unusable, self.seconds = 0, 0, 0, 0.0
+        self._avoided = -1  # the last version that could not be used
         self.curve: list[tuple[int, float]] = []
         self._every, self._since, self._tokens = 1000, [0, 0, 0], 0  # tokens per point; tokens, accepted and looked at since the last
         self._process: subprocess.Popen[bytes] | None = None
         self._ends, self._next_start, self._heartbeat, self._silent = 0, 0.0, 0.0, 0.0
         self._collecting, self._price = 0.0, 0.0
+        self._told = 0, 0  # trials that the log has a line about, and how many of them were refused
         self._last = self._looked = -inf
         self._busy, self._rows = False, 0
         self._round = self._reading = 0.0  # seconds of a round, and of reading a token again
@@ -241,8 +244,9 @@ class Learning:
         if self.versions.lead():
             self.buffer = Buffer(self.versions.folder / TEXTS, self.layout, create=True)
             self.leads = True  # where there is no room for the buffer it does not, and tries again later
-            self.buffer["granted"], self.buffer["busy"], self.buffer["refused"] = 0.0, 0, 0
+            self.buffer["granted"], self.buffer["busy"], self.buffer["unusable"] = 0.0, 0, 0
             self.buffer["published"] = self.versions.numbers()[-1]
+            self._told = self.buffer["trials"], self.buffer["refused"]
         elif self.buffer is None and self._looked == -inf:
             log.info("another process learns in %s; this one uses what it publishes", self.versions.folder)
 
@@ -259,16 +263,17 @@ class Learning:
                     self._take_lead()
             if not self.leads:
                 newest = self.versions.numbers()[-1]
-                return newest if newest not in (self.version, self._unusable) else None
+                return newest if newest not in (self.version, self._avoided) else None
             self._look_after(now, since)
         if self.buffer is None:
             return None
         newest = self.buffer["published"]
-        return newest if newest not in (self.version, self._unusable) else None
+        return newest if newest not in (self.version, self._avoided) else None
 
     def _look_after(self, now: float, since: float) -> None:
         """Start the learner, and start it again where it has ended or shows no sign of life."""
         assert self.buffer is not None
+        self._tell()
         if self._process is None:
             if self._ends < len(PAUSES) and now >= self._next_start:
                 self._silent = 0.0
@@ -288,6 +293,16 @@ class Learning:
             return
         self._process = None
         self._ended(now, code)
+
+    def _tell(self) -> None:
+        """A line in the log about the last trial, if there was one since the line before."""
+        assert self.buffer is not None
+        trials, refused = self.buffer["trials"], self.buffer["refused"]
+        if trials > self._told[0]:
+            what = "refused" if refused > self._told[1] else f"published as version {self.buffer['published']}"
+            alphas = self.buffer["before"], self.buffer["after"]
+            log.info("trial %d: α %.4f with the weights in use, %.4f with the new ones, which are %s", trials, *alphas, what)
+        self._told = trials, refused
 
     def _ended(self, now: float, code: object) -> None:
         """It is started again after a while, or given up."""
@@ -313,10 +328,10 @@ class Learning:
                 raise ValueError(f"version {number} has other weights than the draft, such as {min(name for name, _ in wrong)}")
         except ValueError as error:
             log.warning("%s; the draft stays as it is", error)
-            self.refused, self._unusable = self.refused + 1, number
+            self.unusable, self._avoided = self.unusable + 1, number
             if self.leads and self.buffer is not None:
                 self.versions.drop(number)
-                self.buffer["refused"] = number
+                self.buffer["unusable"] = number
             return None
         return weights
 
@@ -381,11 +396,11 @@ class Learning:
 
     def facts(self) -> dict[str, Any]:
         """For statistics and logs."""
-        own = {name: getattr(self, name) for name in ("version", "swaps", "refused", "leads")}
+        own = {name: getattr(self, name) for name in ("version", "swaps", "unusable", "leads")}
         learner = (
             {}
             if self.buffer is None
-            else {name: self.buffer[name] for name in ("written", "steps", "trials", "refusals", "before", "after")}
+            else {name: self.buffer[name] for name in ("written", "steps", "trials", "refused", "before", "after")}
         )
         return {
             **own,
