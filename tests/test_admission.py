@@ -147,9 +147,9 @@ def test_long_prompts_are_read_piece_by_piece_between_rounds(drafter, monkeypatc
     speculator = speculator_of(drafter)
     prefill, passed = speculator.target.prefill, speculator.target.layer_tokens[0]
 
-    def watched(prompts, *, first):
+    def watched(prompts, *, first, **given):
         read.append((speculator.target.layer_tokens[0], first))
-        return prefill(prompts, first=first)
+        return prefill(prompts, first=first, **given)
 
     monkeypatch.setattr(speculator.target, "prefill", watched)
     session = speculator.session()

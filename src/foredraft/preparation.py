@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from foredraft.errors import ConfigurationError
@@ -19,9 +20,13 @@ from foredraft.grammars import Grammar, Kind
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.logits.processors import row_pipelines
 from foredraft.models.cache_names import CACHE_NAMES
-from foredraft.models.encoder_decoder import encoder_arguments, sources_of, without_encoding
+from foredraft.models.encoder_decoder import READ, encoder_arguments, sources_of, start_of, without_encoding
 from foredraft.rows import RowParameters, read_lengths
 
+WORD_TIMES = (
+    "times of words are read from attentions, and those of a draft tree are not those of plain decoding; use return_timestamps=True, for "
+    "segments, or call the model's own generate without Foredraft"
+)
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {
     **dict.fromkeys(CACHE_NAMES, "Foredraft keeps its own cache, and reuses it for prompts that begin alike"),
@@ -36,6 +41,7 @@ REFUSED_ARGUMENTS = {
     "position_ids": "positions are those of the unpadded text",
     "synced_gpus": "sharded data-parallel generation is not supported",
     "token_type_ids": "drop it from the inputs (return_token_type_ids=False)",
+    "return_token_timestamps": WORD_TIMES,
     "trust_remote_code": "it belongs to custom_generate",
 }
 # Fields of the generation config likewise; a default value means that it was not asked for.
@@ -114,7 +120,7 @@ class Prepared:
             raise ConfigurationError(f"output_logprobs is not supported: the generate of {type(model).__name__} returns none")
         sourced = bool(model.config.is_encoder_decoder)
         mask = model_kwargs.get("decoder_attention_mask" if sourced else "attention_mask")
-        prompts, paddings = unpad(input_ids, mask)
+        prompts, paddings = unpad(input_ids, mask, start_of(model) if sourced else None)
         sources: list[Any] = [None] * len(prompts)
         if sourced and inputs_tensor is not None:
             sources = sources_of(model, inputs_tensor, len(prompts), model_kwargs)
@@ -122,6 +128,7 @@ class Prepared:
         if streamer is not None and len(prompts) > 1:
             raise ConfigurationError("a streamer works for one row only; use Speculator.stream for a batch")
         width, lengths = input_ids.shape[1], [len(prompt) for prompt in prompts]
+        logits_processor = without_detection(model, logits_processor, input_ids, model_kwargs)
         pipelines = row_pipelines(
             logits_processor,
             prompt_lengths=lengths,
@@ -198,6 +205,10 @@ def generated(model: Any, inputs: Tensor | None, decode: Callable[..., Any], *, 
         )
     if model.main_input_name == "input_ids":
         check_shape(arguments.get("input_ids") if inputs is None else inputs)
+        if sound := next((name for name in READ[1:] if arguments.get(name) is not None), None):
+            raise ConfigurationError(
+                f"{type(model).__name__} reads text, not sound: pass input_ids, token ids of its tokenizer, not {sound}"
+            )
     if sourced:
         encoded = without_encoding(model, inputs, arguments)
         arguments = arguments if own_generate(model) else encoded
@@ -209,6 +220,23 @@ def generated(model: Any, inputs: Tensor | None, decode: Callable[..., Any], *, 
 def own_generate(model: Any) -> bool:
     """Whether a model with an encoder, such as Whisper, has a ``generate`` around that of transformers."""
     return bool(model.config.is_encoder_decoder) and type(model).generate is not GenerationMixin.generate
+
+
+@torch.no_grad()
+def without_detection(model: Any, processors: Sequence[Any], input_ids: Tensor, given: Mapping[str, Any]) -> list[Any]:
+    """``processors`` without Whisper's detection of silence, which changes no score. It is called as at the first token, and notes what the
+    model says after ``input_ids`` ``[B, L]``; ``given`` are the model's arguments."""
+    detection = next((each for each in processors if isinstance(each, WhisperNoSpeechDetection)), None)
+    if detection is None:
+        return list(processors)
+    mask = given.get("decoder_attention_mask")
+    logits = model(encoder_outputs=given["encoder_outputs"], decoder_input_ids=input_ids, decoder_attention_mask=mask).logits
+    scores = logits[:, -1].float()
+    for each in processors:
+        scores = each(input_ids, scores)
+        if each is detection:
+            break
+    return [each for each in processors if each is not detection]
 
 
 def is_sharded(model: Any) -> bool:
@@ -232,6 +260,8 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
             f"num_beams={config.num_beams}{own}: beam search is not speculative decoding; pass num_beams=1 for greedy decoding, or use "
             "model.generate"
         )
+    if getattr(config, "return_token_timestamps", None):  # it sets output_attentions
+        raise ConfigurationError(f"return_token_timestamps=True is not supported: {WORD_TIMES}")
     for name, why in REFUSED_CONFIG.items():
         value = getattr(config, name, None)
         if name.startswith(("cache_", "compile_")) and value == getattr(model.generation_config, name, None):
@@ -254,13 +284,13 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
 
 
 def check_shape(input_ids: Any) -> None:
+    if isinstance(input_ids, Tensor) and input_ids.is_floating_point():
+        raise ConfigurationError(f"input_ids must be integers, got {input_ids.dtype}; the model reads the token ids of its tokenizer")
     if input_ids is not None and (not isinstance(input_ids, Tensor) or input_ids.ndim != 2):
         shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ConfigurationError(f"input_ids must be a tensor [B, L] of token ids, got {shape}; tokenize with return_tensors='pt'")
     if input_ids is not None and 0 in input_ids.shape:
         raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
-    if input_ids is not None and input_ids.is_floating_point():
-        raise ConfigurationError(f"input_ids must be integers, got {input_ids.dtype}")
 
 
 def configured(model: Any, arguments: dict[str, Any], name: str) -> Any:
@@ -311,8 +341,9 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0, 
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": token}
 
 
-def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Each row's ids without its padding, left or right; and its padding.
+def unpad(input_ids: Tensor, mask: Tensor | None, start: int | None = None) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's ids without its padding, left or right; and its padding. Where no row begins with ``start``, transformers has put it in
+    front of all of them.
 
     Raises:
         ConfigurationError: a row that is empty, or masked in its middle, or a mask of another shape.
@@ -327,6 +358,11 @@ def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list
         if True not in keep:
             raise ConfigurationError(f"row {index}: the prompt is empty; give at least one token, for instance the BOS token")
         first, last = keep.index(True), len(keep) - keep[::-1].index(True)
+        if False in keep[first:last] and row[0] == start and keep[:2] == [True, False]:
+            raise ConfigurationError(
+                f"row {index}: transformers has put the start token {start} in front of the padding, because no row of decoder_input_ids "
+                f"begins with it; begin each text with {start}, without a column that is padding in every row, or pad on the right"
+            )
         if False in keep[first:last]:
             raise ConfigurationError(
                 f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported"

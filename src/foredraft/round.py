@@ -183,7 +183,7 @@ class Loop:
         unread = unread if scored is None else max(unread, len(texts[0]) - scored)
         self.target.open(texts, reserve=reserve, sources=sources, isolations=isolations, unread=unread)
         if scored is None:
-            return self.target.prefill(prompts, first=first)
+            return self.target.prefill(prompts, first=first, given=[row.prompt_length for row in rows])
         return self.target.prefill_scored(prompts[0], rows[0].score_prompt, row=first)
 
     def _begin(self, rows: Sequence[SessionRow]) -> None:

@@ -23,6 +23,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
+from foredraft.models.encoder_decoder import check_source
 from foredraft.observer import Observer
 from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
@@ -104,7 +105,8 @@ class Session:
         """Queue a row; it is prefilled at the next step. Returns its slot.
 
         Raises:
-            ConfigurationError: an empty prompt, an id outside the vocabulary, or no room left in the model's context.
+            ConfigurationError: an empty prompt, an id outside the vocabulary, no room left in the model's context, or a source that an
+                encoder cannot read.
             CacheMemoryError: the row can never fit into ``cache_memory``.
         """
         row = self._row(ids, parameters)
@@ -147,6 +149,9 @@ class Session:
                 if self.target.sourced
                 else "the model has no encoder, so a row has no source; leave RowParameters(source=...) out"
             )
+        if parameters.source is not None:
+            check_source(self.target.model, parameters.source)
+            self.drafter.check_source(parameters.source)
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")
         if parameters.guesses and not isinstance(self.loop.rule, Match):

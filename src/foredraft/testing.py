@@ -164,7 +164,7 @@ class TableTarget:
     def open(self, texts: Sequence[Sequence[int]], **others: object) -> None:
         self.cached += [[] for _ in texts]
 
-    def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], *, first: int, given: Sequence[int] = ()) -> Tensor:
         """``[len(prompts), V]`` log probabilities after each prompt."""
         self.passes += 1
         for row, prompt in enumerate(prompts, first):

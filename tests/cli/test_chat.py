@@ -60,9 +60,9 @@ def test_the_cache_of_the_turn_before_is_used_again(model, monkeypatch):
     read = []
     prefill = Target.prefill
 
-    def counted(self, prompts, *, first):
+    def counted(self, prompts, *, first, **given):
         read.append((len(prompts[0]), self.lengths[first]))
-        return prefill(self, prompts, first=first)
+        return prefill(self, prompts, first=first, **given)
 
     monkeypatch.setattr(Target, "prefill", counted)
     talk(model, "def add(a, b): return the sum of two numbers that are given, and nothing else at all", "import os")

@@ -23,7 +23,7 @@ _BART = {**_LAYERS, **_WIDTHS, **_IDS, "tie_word_embeddings": False}
 _UNNAMED = {name: value for name, value in _BART.items() if name != "max_position_embeddings"}  # where it has another name
 _RELATIVE = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
 _T5 = {**_IDS, **_RELATIVE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
-_SPARSE = {"num_experts": 4, "expert_capacity": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+_SPARSE = {"num_experts": 4, "expert_capacity": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2}
 _GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 
 
@@ -111,6 +111,11 @@ FAMILIES = {
     "mt5": Family("MT5ForConditionalGeneration", {**_T5, **_GATED}),
     "umt5": Family("UMT5ForConditionalGeneration", {**_T5, **_GATED}),
     "longt5": Family("LongT5ForConditionalGeneration", {**_T5, **_GATED, "local_radius": 4}, implementations=EAGER),
+    "longt5 global": Family(
+        "LongT5ForConditionalGeneration",
+        {**_T5, **_GATED, "local_radius": 4, "global_block_size": 4, "encoder_attention_type": "transient-global"},
+        implementations=EAGER,
+    ),
     "bart": Family("BartForConditionalGeneration", _BART),
     "mbart": Family("MBartForConditionalGeneration", _BART),
     "plbart": Family("PLBartForConditionalGeneration", _BART),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from contextlib import nullcontext
 from functools import cache
@@ -11,11 +12,13 @@ import pytest
 import torch
 import transformers
 import vocabularies
+from architectures import VOCABULARY
 from cover import nightly_but
 from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
 from kernel_cases import always as always  # a fixture
 from sourced_cases import compact_all_but_sources
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
@@ -141,10 +144,36 @@ def test_experts_take_drafted_tokens_as_plain_decoding_does(monkeypatch):
     expected = model.generate(**given, **OPTIONS)
     assert torch.equal(drafting("switch", SHAPES[1]).generate(**given, **OPTIONS).sequences, expected)
     positioned = encoder_decoder.Decoder.positioned
-    counting = lambda self, *given, drafted: positioned(self, *given, drafted=False)  # noqa: E731
+    counting = lambda self, places, *given, prompts: positioned(self, places, *given, prompts=[99] * len(places))  # noqa: E731
     monkeypatch.setattr(encoder_decoder.Decoder, "positioned", counting)
     with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
         Target(model)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_take_a_text_that_is_read_again_as_plain_decoding_does(again, monkeypatch):
+    """Its prompt counts, and what was generated does not. Of prompts, neither a beginning that is known nor scoring changes what counts."""
+    model, read = copy.deepcopy(build("switch")), texts((13,))
+    prompts = [[START, *text] for text in texts((20, 22, 21), seed=7)]
+    prompts[1][:18] = prompts[2][:18] = prompts[0][:18]
+    expected = [
+        model.generate(torch.tensor([read[0]]), decoder_input_ids=torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+    speculator = Speculator(model, DraftModel(perturbed("switch")), shape="chain(3)", rule="match")
+    pipelines = [preparation.prepare(model, torch.tensor([read[0]]), seed=None, **OPTIONS).parameters[0].pipeline for _ in prompts]
+    session, found = speculator.session(), {}
+    for prompt, pipeline, scored in zip(prompts, pipelines, (None, 0, None)):
+        row = RowParameters(max_new_tokens=NEW, source=Source.of(read[0]), pipeline=pipeline, prompt_logprobs=scored)
+        found[session.add(prompt, row)] = []
+    for step in itertools.count():
+        if not session.live:
+            break
+        if again and step % 2:
+            session._set_aside(session.rows[1:])
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    assert list(found.values()) == expected
 
 
 # -- what is read, and how often --------------------------------------------------------------------------------------------
@@ -356,7 +385,16 @@ def test_what_cannot_be_verified_is_refused_by_name(name):
         ({"input_ids": [[5] * (CONTEXT + 1)]}, f"the source has {CONTEXT + 1} tokens"),
         ({"input_ids": [[5, 6]], "decoder_input_ids": [[START] * CONTEXT]}, f"the prompt has {CONTEXT} tokens"),
         ({"input_ids": [[5, 6]], "decoder_position_ids": [[0]]}, "decoder_position_ids is not supported"),
-        ({"input_ids": [[5, 6]], "decoder_input_ids": [[8, 9]], "decoder_attention_mask": [[0, 1]]}, "leaves a hole inside the prompt"),
+        ({"input_ids": [[5, 6]], "decoder_input_ids": [[8, 9]], "decoder_attention_mask": [[0, 1]]}, f"begin each text with {START}"),
+        (
+            {"input_ids": [[5, 6]], "decoder_input_ids": [[START, 5, 8, 9]], "decoder_attention_mask": [[1, 1, 0, 1]]},
+            "leaves a hole inside the prompt",
+        ),
+        (
+            {"input_features": torch.zeros(1, 8, 60)},
+            "reads text, not sound: pass input_ids, token ids of its tokenizer, not input_features",
+        ),
+        ({"inputs": torch.zeros(1, 8, 60)}, "input_ids must be integers, got torch.float32; the model reads the token ids"),
     ],
 )
 def test_bad_calls(given, message):
@@ -369,6 +407,56 @@ def test_rows_without_a_source():
     session = Speculator(build("t5"), "none").session()
     with pytest.raises(ConfigurationError, match=r"RowParameters\(source=Source.of\(ids\)\)"):
         session.add([START], RowParameters(max_new_tokens=3))
+
+
+def features(*shape):
+    return Source({"input_features": torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("bart", Source.of([5, 999999]), "source token 999999 is outside the encoder's vocabulary"),
+        ("bart", Source.of([5, -3]), "source token -3 is outside the encoder's vocabulary"),
+        ("bart", Source.of([5] * (CONTEXT + 1)), f"the source has {CONTEXT + 1} tokens"),
+        ("bert2gpt2", Source.of([5] * (CONTEXT + 1)), f"the source has {CONTEXT + 1} tokens"),
+        ("bart", Source.of([]), "at least one"),
+        ("bart", features(1, 8, 60), "reads input_ids, and the source has none"),
+        ("bart", Source({}, torch.zeros(1, 5, 16)), r"must be \[1, S, 32\], got \[1, 5, 16\]"),
+        ("bart", Source({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)}), r"attention_mask must be \[1, 4\]"),
+        ("bart", Source({}, torch.zeros(1, 5, 32)), "cannot read encoder_outputs"),
+        ("whisper", features(1, 9, 60), r"\[B, 8, frames\]"),
+        ("whisper", features(1, 8, 50), r"\[1, bins, 60\] features, got \[1, 8, 50\]; pad or cut it"),
+        ("whisper", Source.of([5]), "reads input_features, and the source has none"),
+        ("moonshine", Source({"input_values": torch.zeros(1, 9)}), "enough for one state"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_refused_and_other_rows_go_on(name, source, message):
+    session, found = drafting(name).session(), {}
+    good = RowParameters(max_new_tokens=6, source=encoder_decoder.some_source(build(name), 9))
+    found[session.add([START], good)] = []
+    session.step()
+    for refused in (session.add, session.check, session.fits):
+        with pytest.raises(ConfigurationError, match=message):
+            refused([START], RowParameters(max_new_tokens=6, source=source))
+    while session.live:
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    assert all(found.values()) and len(session.waiting) == 0
+
+
+def test_a_draft_reads_as_much_of_a_source_as_it_can():
+    """Its encoder has fewer positions, and fewer tokens."""
+    model, given = build("bart"), padded(texts((40, 9)))
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings, config.vocab_size = 24, 90
+    draft = transformers.BartForConditionalGeneration(config).eval()
+    output = Speculator(model, DraftModel(draft), shape="chain(3)").generate(**given, **OPTIONS)
+    assert torch.equal(output.sequences, model.generate(**given, **OPTIONS)) and output.stats.drafted > 0
+    other = copy.deepcopy(build("whisper").config)
+    other.num_mel_bins = 9
+    with pytest.raises(ConfigurationError, match="reads"):
+        Speculator(build("whisper"), DraftModel(transformers.WhisperForConditionalGeneration(other).eval()))
 
 
 @pytest.mark.parametrize("drafter", ["draft-verify:2", "layer-skip:1"])
@@ -432,6 +520,34 @@ def test_a_draft_reads_the_states_of_the_targets_encoder():
         Speculator(model, DraftModel(narrow, encoder="target"))
     with pytest.raises(ConfigurationError, match="unknown encoder 'targets'"):
         DraftModel(draft, encoder="targets")
+
+
+@pytest.mark.parametrize("execution", ["eager", "packed"])
+def test_a_draft_with_the_targets_encoder_shares_it(execution, tmp_path, always):
+    """As distil-whisper's checkpoints have it."""
+    model = copy.deepcopy(build("whisper"))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        draft = transformers.WhisperForConditionalGeneration(copy.deepcopy(model.config)).eval()
+    draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    other = copy.deepcopy(draft)
+    other.get_encoder().layers[1].fc2.weight.data[0, 0] += 1e-3
+    for name, each in {"target": model, "same": draft, "other": other}.items():
+        each.save_pretrained(tmp_path / name)
+    given, read = {**sources("whisper"), "max_new_tokens": 8, "do_sample": False}, []
+    expected = model.generate(**given)
+    for name, shared, options in (("same", True, {}), ("other", False, {}), ("same", False, {"encoder": "own"})):
+        drafter = DraftModel(str(tmp_path / name), **options)
+        speculator = Speculator(str(tmp_path / "target"), drafter, shape="chain(3)", execution=execution)
+        assert speculator.target.execution == execution
+        assert (drafter.model.model.get_encoder() is speculator.model.get_encoder()) == shared == (drafter._states is not None)
+        drafter.model.model.get_encoder().register_forward_hook(lambda *given: read.append(1))
+        assert torch.equal(speculator.generate(**given).sequences, expected)
+        speculator.close()
+        assert len(read) == 1, "the target's encoder once, or the draft's"
+        del read[:]
+    held = Speculator(copy.deepcopy(model), DraftModel(draft), shape="chain(3)").drafter
+    assert held._states is not None and held.model.model.get_encoder() is draft.get_encoder()
 
 
 @pytest.mark.parametrize("vocabulary", nightly_but({("intersection",)}, [("intersection",), ("text",), ("auto",)]))
@@ -556,6 +672,19 @@ def whisper():
     return model
 
 
+LANGUAGES = {"<|en|>": 110, "<|de|>": 111}
+TASKS = {"transcribe": 112, "translate": 113}
+
+
+@pytest.fixture(scope="module")
+def multilingual(whisper):
+    """The timestamps begin with token 101."""
+    model = copy.deepcopy(whisper)
+    for name, value in {"is_multilingual": True, "lang_to_id": LANGUAGES, "task_to_id": TASKS}.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
 LONG = {"return_timestamps": True, "condition_on_prev_tokens": True, "return_segments": True}
 HEARD = {
     "short": {},
@@ -572,6 +701,52 @@ def heard(case):
     given = {"input_features": torch.randn(2, 8, frames, generator=generator), "attention_mask": torch.ones(2, frames, dtype=torch.long)}
     given["attention_mask"][1, 3 * frames // 4 :] = 0
     return {**given, **HEARD[case], "max_new_tokens": 16}
+
+
+SPOKEN = {
+    "detected": {},
+    "language and task": {"language": "de", "task": "translate"},
+    "language of each": {"language": ["de", "en"], "return_timestamps": True},
+    "windows": {**LONG, "task": "translate"},
+    "prompt": {"language": "en", "prompt_ids": torch.tensor([4, 70, 71])},
+}
+
+
+@pytest.mark.parametrize("case", SPOKEN)
+def test_a_multilingual_whisper(multilingual, case):
+    given = {**heard("long" if case == "windows" else "short"), **SPOKEN[case]}
+    expected = multilingual.generate(**given)
+    draft = DraftModel(perturbed("whisper"))
+    same(multilingual.generate(**given, custom_generate=foredraft.custom_generate(draft, shape="chain(3)")), expected)
+    output = Speculator(multilingual, DraftModel(perturbed("whisper")), shape="chain(3)").generate(**given)
+    same(output, expected)
+    assert output.stats.drafted > 0
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_silence_is_detected_as_transformers_does(whisper, multilingual, spoken, timestamps, monkeypatch):
+    """With timestamps, in one language, the prompt is a single token, and transformers reads the scores of the first step."""
+    model, noted, notes = (multilingual if spoken else whisper), [], WhisperNoSpeechDetection.__call__
+
+    def noting(detection, *given):
+        scores = notes(detection, *given)
+        if given[0].shape[1] == detection.begin_index:
+            noted.append(detection.no_speech_prob.clone())
+        return scores
+
+    monkeypatch.setattr(WhisperNoSpeechDetection, "__call__", noting)
+    given = {**heard("long" if timestamps else "short"), "return_timestamps": timestamps, "temperature": 0.0, "logprob_threshold": 0.0}
+    found = []
+    for drafting in (None, foredraft.custom_generate("prompt-lookup", shape="chain(3)")):
+        for threshold in (1.0, 0.0):  # all is skipped, or nothing
+            found.append((model.generate(**given, no_speech_threshold=threshold, custom_generate=drafting), [*noted]))
+            del noted[:]
+    for (output, ours), (expected, theirs) in zip(found[2:], found[:2]):
+        same(output, expected)
+        assert len(ours) == len(theirs) > 0
+        for one, other in zip(ours, theirs):
+            torch.testing.assert_close(one, other)
 
 
 def same(output, expected):
@@ -657,9 +832,14 @@ def test_what_whisper_refuses(whisper):
         ({**heard("short"), "seed": [1, 2]}, "pass one seed"),
         ({**heard("short"), "output_logprobs": 2}, "output_logprobs"),
         ({**heard("short"), "num_beams": 2}, "num_beams=1"),
+        ({**heard("short"), "return_token_timestamps": True}, "return_token_timestamps is not supported: times of words"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             speculator.generate(**given)
+    other = copy.deepcopy(whisper)
+    other.generation_config.alignment_heads = [[0, 0]]
+    with pytest.raises(ConfigurationError, match="return_token_timestamps=True is not supported: times of words"):
+        other.generate(**heard("short"), return_token_timestamps=True, custom_generate=foredraft.custom_generate("prompt-lookup"))
     with pytest.raises(ConfigurationError, match="use generate"):
         speculator.stream(**heard("short"))
 
@@ -682,12 +862,25 @@ def test_a_whisper_without_an_encoder_gets_the_states_of_the_target(whisper):
     assert costs.draft_seconds(1, (1, 1, 1)) > 0
 
 
+def test_a_model_that_reads_text_in_a_generate_of_its_own():
+    sizes = {"hidden_size": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 128}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": CONTEXT, "eos_token_id": None}
+    sizes |= {"t2u_vocab_size": 64, "speech_encoder_layers": 1, "t2u_encoder_layers": 1, "t2u_decoder_layers": 1}
+    model = transformers.SeamlessM4TForTextToText(transformers.SeamlessM4TConfig(**sizes, speech_encoder_attention_heads=4)).eval()
+    model.generation_config.text_decoder_lang_to_code_id = {"eng": 7}
+    given = {**sources("bart"), "tgt_lang": "eng", **OPTIONS}
+    expected = model.generate(**given)
+    assert torch.equal(Speculator(model, "prompt-lookup", shape="chain(3)").generate(**given).sequences, expected)
+    speculating = foredraft.custom_generate("prompt-lookup", shape="chain(3)")
+    assert torch.equal(model.generate(**given, custom_generate=speculating), expected)
+
+
 # -- copying from the source ------------------------------------------------------------------------------------------------
 
 
-def copying(drafter, **options):
+def copying(drafter, model=None, **options):
     """What is drafted first where the text begins with the fourth token of its source, and what follows there."""
-    speculator = Speculator(build("t5"), drafter, shape="chain(4)", drafter_options=options)
+    speculator = Speculator(build("t5") if model is None else model, drafter, shape="chain(4)", drafter_options=options)
     source, drafted, score = texts((12,))[0], [], speculator.target.score
     speculator.target.score = lambda tree, **given: drafted.append(tree.tokens[0].tolist()) or score(tree, **given)
     speculator.generate(torch.tensor([source]), forced_bos_token_id=source[3], max_new_tokens=8)
@@ -712,6 +905,21 @@ def test_a_source_in_another_vocabulary_is_not_copied():
     session.add([START, 9, 8], RowParameters(max_new_tokens=6, source=source))
     while session.live:
         session.step()
+
+
+MARIAN = {"decoder_vocab_size": VOCABULARY, "share_encoder_decoder_embeddings": False}
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "suffix"])
+@pytest.mark.parametrize(("name", "copied"), [("bart", True), ("marian", True), ("two vocabularies", False), ("bert2gpt2", False)])
+def test_a_source_is_copied_where_the_text_has_its_vocabulary(name, copied, drafter):
+    if name == "two vocabularies":
+        model = transformers.MarianMTModel(transformers.MarianConfig(**{**FAMILIES["marian"].options, **MARIAN})).eval()
+        model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    else:
+        model = build(name)
+    found, expected = copying(drafter, model)
+    assert (found == expected) == copied
 
 
 def test_other_values_of_source():

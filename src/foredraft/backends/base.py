@@ -30,6 +30,7 @@ class ForwardPass:
         window: the rows and slots that the pass reads and writes.
         tokens: ``[R, nodes]`` of the nodes that are read now, inside the vocabulary.
         keep: the one node per row whose logits are wanted, in the prefill of prompts; None for all nodes.
+        prompts: how many nodes of each row, from the first on, are of a prompt that plain decoding would read in one pass; None for none.
         part: the layers that are run; None for all of them.
     """
 
@@ -37,6 +38,7 @@ class ForwardPass:
     window: Window
     tokens: Tensor
     keep: Sequence[int] | None = None
+    prompts: Sequence[int] | None = None
     part: Part | None = None
 
     @property

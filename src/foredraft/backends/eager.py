@@ -80,6 +80,7 @@ class ModelCall:
         where: MaskInputs | KnownMaskInputs | None,
         width: int,
         keep: Sequence[int] | None = None,
+        prompts: Sequence[int] | None = None,
         features: Features | None = None,
         part: Part | None = None,
     ) -> PassOutput:
@@ -89,7 +90,8 @@ class ModelCall:
             mask: in the model's own form, None if it builds its own.
             where: what the mask was made from; None if slots are positions.
             width: slots that the keys span.
-            keep, features, part: as in :class:`~foredraft.backends.base.ForwardPass` and :class:`~foredraft.backends.base.Backend`.
+            keep, prompts, part: as in :class:`~foredraft.backends.base.ForwardPass`.
+            features: as in :class:`~foredraft.backends.base.Backend`.
         """
         arguments: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         if self._takes_positions:
@@ -113,7 +115,7 @@ class ModelCall:
                 return PassOutput(output.logits if part.logits else output[0], passing.found)
             if self.decoder is not None:
                 seen = None if where is None else where.keys
-                overrides.enter_context(self.decoder.positioned(positions, seen, width, drafted=keep is None))
+                overrides.enter_context(self.decoder.positioned(positions, seen, width, prompts=prompts))
             caught = None if features is None else overrides.enter_context(features.catching())
             arguments[self._cache_arguments[self.model]] = cache
             logits: Tensor = self._called(input_ids=tokens, use_cache=True, **arguments).logits
@@ -181,7 +183,7 @@ class Eager(Backend):
 
     def called(self, given: ForwardPass, window: Window, positions: Tensor, mask: Any, where: MaskInputs | None) -> PassOutput:
         """Call the model in ``window``, which the cache has entered; the last ``positions`` are those of its nodes."""
-        how: dict[str, Any] = {"keep": given.keep, "features": self.features, "part": given.part}
+        how: dict[str, Any] = {"keep": given.keep, "prompts": given.prompts, "features": self.features, "part": given.part}
         return self.call(given.tokens, self.cache, positions[:, -window.nodes :], mask, where=where, width=window.width, **how)
 
     @property

@@ -265,6 +265,9 @@ class DrafterHooks:
         """Whether its trees are chains under ``shape``."""
         return shape.is_chain
 
+    def check_source(self, source: Source) -> None:
+        """Raise ConfigurationError if it cannot read the source of a row that is about to be added; any thread may call it."""
+
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         """Called right before :meth:`Drafter.begin` with the same rows if ``info.features`` names any. ``hidden[r]`` holds them at the
         last token of the prompt of ``rows[r]``, ``[1, F * d]``, or at every token, ``[L, F * d]``, with ``info.whole_prompt``; then only

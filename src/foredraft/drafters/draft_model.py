@@ -30,7 +30,15 @@ from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign,
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
-from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
+from foredraft.models.encoder_decoder import (
+    Source,
+    borrow_encoder,
+    fitted,
+    same_encoder,
+    start_of,
+    window_of,
+    with_encoder_of,
+)
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import LimitError
 from foredraft.quantization import check_quantization
@@ -57,8 +65,9 @@ class DraftModel(LearningDrafter):
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
-    encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target and kept its encoder;
-        ``own`` has its own encoder read the source. A Whisper without an encoder always gets the target's states.
+    encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target; ``own`` has its own
+        encoder read the source; ``auto`` is ``target`` if both encoders have the same weights. A Whisper without an encoder always gets
+        the target's states.
     template: for a target with an encoder, what a causal language model reads in front of the text, with ``{source}`` where the text of the
         source stands, such as ``"English: {source} German:"``. ``{text}`` may stand at its end.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
@@ -83,15 +92,15 @@ class DraftModel(LearningDrafter):
         learn: bool | str | Path | Mapping[str, Any] = False,
         vocabulary: str = "auto",
         tokenizer: Any = None,
-        encoder: str = "own",
+        encoder: str = "auto",
         template: str | None = None,
     ):
         source = named(source)
-        if encoder not in ("own", "target"):
-            raise unknown("unknown encoder", encoder, ("own", "target"))
+        if encoder not in ("auto", "own", "target"):
+            raise unknown("unknown encoder", encoder, ("auto", "own", "target"))
         self.template = checked(template)
         self._states: Target | None = None  # whose encoder's states it reads, where these are not its own
-        self._given_states = encoder == "target"
+        self._encoder = encoder
         check_quantization(quantization, source)
         self.learn = LearnOptions.of(learn)
         if self.learn is not None and quantization is not None:
@@ -126,9 +135,13 @@ class DraftModel(LearningDrafter):
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
             draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization, encoders=target.sourced)
-        given_states = self._given_states
+        given_states = self._encoder == "target"
         if target.sourced and type(unwrap(draft)).__name__ == "WhisperForCausalLM":
             draft, given_states = with_encoder_of(target.model, unwrap(draft)), True
+        elif self._encoder == "auto" and target.sourced and _same_encoder(target, unwrap(draft)):
+            given_states = True
+            if isinstance(self.source, str):
+                borrow_encoder(unwrap(draft), target.model)
         self._states = target if given_states else None
         self._check_encoders(target, unwrap(draft))
         self.foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary, self.template)
@@ -191,6 +204,10 @@ class DraftModel(LearningDrafter):
             raise ConfigurationError(
                 f"the encoder of the draft {name_of(draft)} reads {draft.main_input_name}, and the target's {target.model.main_input_name}"
             )
+        elif target.sourced and encoder and (theirs := window_of(target.model)) != (own := window_of(draft)):
+            raise ConfigurationError(
+                f"the encoder of the draft {name_of(draft)} reads {own} mel bins and states, and the target's {theirs}"
+            )
         if target.sourced and self.learn is not None:
             raise ConfigurationError("a draft with an encoder cannot learn while it serves yet: leave learn out")
 
@@ -212,6 +229,12 @@ class DraftModel(LearningDrafter):
         if self.model.trained is not None and grown >= self.model.trained:
             return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.trained}; draft fewer"
         return None
+
+    def check_source(self, source: Source) -> None:
+        if self.foreign is not None and self._states is None:
+            self.foreign.vocabularies.text(source)
+        elif self._states is None:
+            source.read_anew()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """The next draft opens them, and reads them at once, in the order in which they share."""
@@ -246,7 +269,8 @@ class DraftModel(LearningDrafter):
         """What the draft model reads for ``rows``, where it has an encoder."""
         given = [row.source for row in rows if row.source is not None and self.template is None]
         if self._states is None:
-            return [each.read_anew() if self.foreign is None else self.foreign.source(each) for each in given]
+            draft = self.model.model
+            return [fitted(draft, each.read_anew() if self.foreign is None else self.foreign.source(each)) for each in given]
         assert isinstance(self._states.backend, Eager)
         encoded, dtype = self._states.backend.encoded(given), self.model.model.dtype
         return [Source({}, each.states[None].to(dtype), each.source.ids) for each in encoded]
@@ -450,6 +474,15 @@ def checked(template: str | None) -> str | None:
     if said is not None and (SOURCE not in said or TEXT in said):
         raise ConfigurationError(f"a template has {SOURCE} where the source stands, and ends where the text begins; got {template!r}")
     return said
+
+
+def _same_encoder(target: Target, draft: PreTrainedModel) -> bool:
+    """Whether ``draft`` has kept the encoder of the model that it was made from. The target's packed layers are unpacked only if all else
+    is the same."""
+    if not draft.config.is_encoder_decoder or draft.device != target.device or not same_encoder(target.model, draft, known=False):
+        return False
+    with target.unpacked():
+        return same_encoder(target.model, draft)
 
 
 def _moved(tree: TokenTree, device: torch.device) -> TokenTree:

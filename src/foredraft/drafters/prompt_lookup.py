@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
+from foredraft.models.encoder_decoder import one_vocabulary
+from foredraft.target import Target
 from foredraft.tree import TokenTree
 
 
@@ -22,7 +24,8 @@ class PromptLookup(Drafter):
 
     max_ngram, min_ngram: the longest and shortest match that is tried.
     occurrences: of a match, so many are looked at where a tree is wanted, the most recent ones.
-    source: ``on`` copies from what an encoder has read as well as from the text; ``off`` from the text alone.
+    source: ``on`` copies from what an encoder has read as well as from the text, unless the model says that this has a vocabulary of its
+        own; ``off`` from the text alone.
     """
 
     name = "prompt-lookup"
@@ -37,13 +40,17 @@ class PromptLookup(Drafter):
         if source not in ("on", "off"):
             raise ConfigurationError(f"source is on, to copy from what an encoder has read as well, or off, got {source!r}")
         self.sizes, self.occurrences, self._reads = range(max_ngram, min_ngram - 1, -1), occurrences, source == "on"
+        self._copies = self._reads  # as far as the target's texts have the vocabulary of its sources
         self._indices: dict[int, SuffixIndex] = {}
         self._texts: dict[int, SourcedText] = {}
+
+    def bind(self, target: Target) -> None:
+        self._copies = self._reads and (not target.sourced or one_vocabulary(target.model))
 
     def begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._indices[row.slot] = SuffixIndex(self.sizes)
-            self._texts[row.slot] = SourcedText(row, read=self._reads)
+            self._texts[row.slot] = SourcedText(row, read=self._copies)
 
     def draft(self, request: DraftRequest) -> TokenTree:
         texts = [self._texts[row.slot].of(row, request.vocab_size) for row in request.rows]

@@ -17,6 +17,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
 from foredraft.errors import ConfigurationError
+from foredraft.models.encoder_decoder import Source
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target
 from foredraft.target.prefixes import Companion
@@ -111,6 +112,10 @@ class Several(Drafter):
         if self._chains_only:  # it would only draft chains, which must not pass for the tree that was asked for
             return shape.is_chain
         return all(drafter.makes_chains(self._own(drafter, shape)) for drafter in self.drafters)
+
+    def check_source(self, source: Source) -> None:
+        for drafter in self.drafters:
+            drafter.check_source(source)
 
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         for drafter in self.drafters:

@@ -27,6 +27,7 @@ from foredraft.drafters.stores import Tokenizer, name_of, tokens_of
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
+from foredraft.models.encoder_decoder import one_vocabulary
 from foredraft.shapes import DynamicShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
@@ -88,6 +89,7 @@ class Suffix(Drafter):
         self.max_match, self.min_match, self.short_match, self.memory = max_match, min_match, short_match, memory
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn, self._reads = learn, source != "off"
+        self._copies = self._reads  # as far as the target's texts have the vocabulary of its sources
         source = None if source in ("on", "off") else source
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
@@ -104,6 +106,7 @@ class Suffix(Drafter):
     def bind(self, target: Target) -> None:
         self.store.bind(target.vocab_size, known=self._known)
         self._vocab_size = target.vocab_size
+        self._copies = self._reads and (not target.sourced or one_vocabulary(target.model))
 
     def begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -150,7 +153,7 @@ class Suffix(Drafter):
     def _read(self, row: Row) -> CopyStrategies:
         if row.slot not in self._texts:
             strategies = CopyStrategies(self.max_match, self.short_match, self.memory)
-            self._texts[row.slot] = SourcedText(row, read=self._reads), strategies
+            self._texts[row.slot] = SourcedText(row, read=self._copies), strategies
         text, strategies = self._texts[row.slot]
         strategies.read(text.of(row, self._vocab_size))
         return strategies

@@ -226,7 +226,7 @@ SPEECH = "it belongs to a speech or audio model; use that model's own generate, 
 GUIDANCE = "guidance needs a second pass of the model for every token; leave guidance_scale unset, or generate without Foredraft"
 WATERMARK = "a watermark is drawn token by token, in the order of the calls; leave watermarking_config unset, or generate without Foredraft"
 REFUSED: dict[str, str] = {
-    "WhisperNoSpeechDetection": SPEECH,
+    "WhisperNoSpeechDetection": SPEECH,  # Whisper's own generate adds it, and then it is no processor of rows
     "BarkEosPrioritizerLogitsProcessor": SPEECH,
     "AlternatingCodebooksLogitsProcessor": SPEECH,
     "DiaClassifierFreeGuidanceLogitsProcessor": SPEECH,

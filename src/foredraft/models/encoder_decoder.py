@@ -130,11 +130,11 @@ class Decoder:
 
     def _read(self, group: Sequence[Source]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """``[n, S, d]`` states of sources of one shape, and for each which of them are not padding."""
-        device, encoder = self.model.device, self.model.get_encoder()
-        given = {name: together([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
+        encoder = self.model.get_encoder()
+        given = {name: self._moved(together([source.inputs[name] for source in group])) for name in group[0].inputs}
         mask = given.get("attention_mask") if self.model.main_input_name == "input_ids" else None  # that of sound counts frames, not states
         if group[0].states is not None:
-            states = together([source.states for source in group if source.states is not None]).to(device)
+            states = self._moved(together([source.states for source in group if source.states is not None]))
         else:
             taken = inspect.signature(encoder.forward).parameters
             anything = "kwargs" in taken or "model_kwargs" in taken
@@ -149,6 +149,10 @@ class Decoder:
         if mask is None or mask.shape != states.shape[:2]:
             return states, [None] * len(states)
         return states, list(mask.bool())
+
+    def _moved(self, given: Tensor) -> Tensor:
+        """``given`` on the model's device, and in its dtype unless it holds integers."""
+        return given.to(self.model.device, self.model.dtype if given.is_floating_point() else given.dtype)
 
     # -- the decoder ----------------------------------------------------------------------------------------------------
 
@@ -207,13 +211,15 @@ class Decoder:
             return mask
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
-    def positioned(self, positions: Tensor, keys: Tensor | None, width: int, *, drafted: bool) -> AbstractContextManager[object]:
+    def positioned(
+        self, positions: Tensor, keys: Tensor | None, width: int, *, prompts: Sequence[int] | None
+    ) -> AbstractContextManager[object]:
         """Inside, the decoder uses ``positions`` ``[R, N]`` of its nodes rather than their slots, of which there are ``width``, and
-        ``keys`` ``[R, width]`` as positions of what the nodes see; None if slots are positions. If the nodes are ``drafted``, experts have
-        no capacity limit, because in plain decoding each token is alone."""
+        ``keys`` ``[R, width]`` as positions of what the nodes see; None if slots are positions. Experts have no capacity limit but for the
+        first ``prompts[r]`` nodes of a row: in plain decoding each other token is alone. None for no such nodes."""
         overrides, reach = ExitStack(), width if self.context is None else min(width, self.context)
-        if drafted and self._routers:
-            overrides.enter_context(uncounted(self._decoder))
+        if self._routers:
+            overrides.enter_context(uncounted(self._decoder, prompts, positions))
         if keys is not None and self._biased:
             overrides.enter_context(bias_from(self._biased, positions, keys, reach))
         counts = getattr(self._embedded, "padding_idx", None) is not None  # tokens that are not padding, in place of slots
@@ -233,12 +239,18 @@ def routers(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def uncounted(decoder: torch.nn.Module) -> Iterator[None]:
-    """Inside, experts have no capacity limit."""
+def uncounted(decoder: torch.nn.Module, prompts: Sequence[int] | None = None, positions: Tensor | None = None) -> Iterator[None]:
+    """Inside, experts have no capacity limit but for the first ``prompts[r]`` of the nodes at ``positions`` ``[R, N]``."""
     found = routers(decoder)
     before = [router.expert_capacity for router in found]
+    first: Tensor | None = None
+    if prompts is not None and positions is not None:
+        first = torch.arange(positions.shape[1], device=positions.device) < torch.tensor(prompts, device=positions.device)[:, None]
     for router in found:
-        router.expert_capacity = ENDLESS
+        capacity = router.expert_capacity
+        own = None if first is None else torch.where(first, capacity, ENDLESS)[..., None]
+        flat = hasattr(router, "moe_eval_capacity_token_fraction")  # NLLB's tokens are those of all rows, one after the other
+        router.expert_capacity = ENDLESS if own is None else own.flatten(0, 1) if flat else own
     try:
         yield
     finally:
@@ -287,9 +299,6 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     Args:
         inputs: the encoder's main input, one row for all that ``num_return_sequences`` makes of it.
         given: ``attention_mask``, ``encoder_outputs`` and whatever else the encoder takes, of every row.
-
-    Raises:
-        ConfigurationError: an id outside the vocabulary, or a source longer than the encoder's table of positions.
     """
     name, outputs = model.main_input_name, given.get("encoder_outputs")
     copies = rows // len(inputs)
@@ -297,10 +306,8 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     parts = {key: each for key, each in given.items() if isinstance(each, Tensor) and key in taken and len(each) == rows}
     states = None if outputs is None or not len(outputs) else outputs[0]
     seen = getattr(outputs, "attention_mask", None)  # which states are not padding, where the encoder says that itself
-    known = inputs.is_floating_point() or bool((inputs >= 0).all())  # transformers writes -100 where it got the encoder's output alone
+    known = states is None or bool((inputs != -100).all())  # transformers writes this where it got the encoder's output alone
     mask = parts.get("attention_mask")
-    if known and name == "input_ids":
-        check_ids(model, inputs)
     found: dict[Source, Source] = {}
     sources = []
     for row in range(rows):
@@ -317,27 +324,88 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     return sources
 
 
-def check_ids(model: Any, ids: Tensor) -> None:
-    """Refuse a source that the encoder has no embeddings for."""
-    encoder = model.get_encoder()
-    table, positions = encoder.get_input_embeddings(), getattr(encoder, "embed_positions", None)
-    if isinstance(table, torch.nn.Embedding) and bool((ids >= table.num_embeddings).any()):
-        wrong = int(ids.max())
-        raise ConfigurationError(f"source token {wrong} is outside the encoder's vocabulary of {table.num_embeddings}")
-    if isinstance(positions, torch.nn.Embedding):
-        longest = positions.num_embeddings - int(getattr(positions, "offset", 0))
-        if ids.shape[1] > longest:
+def check_source(model: Any, source: Source) -> None:
+    """Refuse what the encoder of ``model`` cannot read.
+
+    Raises:
+        ConfigurationError: names what is wrong.
+    """
+    name, encoder = model.main_input_name, model.get_encoder()
+    given, mask = source.inputs.get(name), source.inputs.get("attention_mask")
+    if source.states is not None:
+        width = getattr(encoder.config, "hidden_size", source.states.shape[-1])
+        if source.states.ndim != 3 or source.states.shape[0] != 1 or not source.states.shape[1] or source.states.shape[2] != width:
+            raise ConfigurationError(f"the states of a source must be [1, S, {width}], got {list(source.states.shape)}")
+    elif given is None:
+        raise ConfigurationError(f"the encoder of {type(model).__name__} reads {name}, and the source has none")
+    elif name == "input_ids":
+        check_ids(model, given)
+        if mask is not None and (mask.shape != given.shape or not bool(mask.any())):
             raise ConfigurationError(
-                f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it"
+                f"the source's attention_mask must be {list(given.shape)}, with a 1 for each token that counts, got {mask.tolist()}"
             )
+    elif name == "input_features":
+        check_features(model, given)
+        frames = 2 * getattr(model.config, "max_source_positions", given.shape[2] / 2)
+        if len(given) != 1 or given.shape[2] != frames:
+            raise ConfigurationError(f"a source of sound must be [1, bins, {frames}] features, got {list(given.shape)}; pad or cut it")
+    elif given.ndim != 2 or len(given) != 1 or getattr(model, "_get_feat_extract_output_lengths", int)(given.shape[1]) < 1:
+        raise ConfigurationError(f"a source of sound must be [1, samples], enough for one state, got {list(given.shape)}")
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Refuse a source ``[1, S]`` that the encoder has no embeddings for."""
+    if ids.ndim != 2 or len(ids) != 1 or not ids.shape[1] or ids.is_floating_point():
+        raise ConfigurationError(f"a source must be [1, S] token ids, at least one of them, got {ids.dtype} {list(ids.shape)}")
+    table, longest = model.get_encoder().get_input_embeddings(), longest_source(model)
+    if isinstance(table, torch.nn.Embedding) and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise ConfigurationError(f"source token {wrong} is outside the encoder's vocabulary of {table.num_embeddings}")
+    if longest is not None and ids.shape[1] > longest:
+        raise ConfigurationError(f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it")
+
+
+def longest_source(model: Any) -> int | None:
+    """Most tokens that the encoder's table of positions holds; None if it has none."""
+    encoder = model.get_encoder()
+    for table in (getattr(encoder, "embed_positions", None), getattr(getattr(encoder, "embeddings", None), "position_embeddings", None)):
+        if isinstance(table, torch.nn.Embedding):
+            begun = 0 if table.padding_idx is None or hasattr(encoder, "embed_positions") else table.padding_idx + 1
+            return table.num_embeddings - int(getattr(table, "offset", begun))
+    return None
+
+
+def fitted(model: Any, source: Source) -> Source:
+    """``source`` as far as the encoder of ``model``, a draft, has positions and embeddings for it."""
+    given, table, longest = source.inputs.get("input_ids"), model.get_encoder().get_input_embeddings(), longest_source(model)
+    if given is None or source.states is not None or not isinstance(table, torch.nn.Embedding):
+        return source
+    if int(given.max()) < table.num_embeddings and (longest is None or given.shape[1] <= longest):
+        return source
+    return Source.of([min(token, table.num_embeddings - 1) for token in (source.ids or given[0].tolist())[:longest]])
+
+
+def window_of(model: Any) -> tuple[int | None, int | None]:
+    """Mel bins of the sound that the encoder reads, and states that it makes of a window; None of what its config does not say."""
+    return getattr(model.config, "num_mel_bins", None), getattr(model.config, "max_source_positions", None)
 
 
 def check_features(model: Any, features: Any) -> None:
     """Refuse sound that the encoder has no filters for."""
-    bins = model.config.num_mel_bins
-    if features is not None and (not isinstance(features, Tensor) or features.ndim != 3 or features.shape[1] != bins):
+    bins = getattr(model.config, "num_mel_bins", None)  # None where it reads no such features
+    if features is not None and bins is not None and (not isinstance(features, Tensor) or features.ndim != 3 or features.shape[1] != bins):
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ConfigurationError(f"{model.main_input_name} must be a tensor [B, {bins}, frames] of log-mel features, got {shape}")
+
+
+def one_vocabulary(model: Any) -> bool:
+    """Whether a token of the source is the same one in the text, as far as the model says."""
+    config, tables = model.config, [each.get_input_embeddings() for each in (model.get_encoder(), model.get_decoder())]
+    if getattr(config, "share_encoder_decoder_embeddings", True) is False:  # Marian
+        return False
+    if config.model_type == "encoder-decoder" and config.encoder.model_type != config.decoder.model_type:  # each has its own tokenizer
+        return False
+    return len({table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)}) < 2
 
 
 def start_of(model: Any) -> int | None:
@@ -372,6 +440,31 @@ def with_encoder_of(model: Any, decoder: Any) -> Any:
     return whole.eval()
 
 
+def same_encoder(model: Any, other: Any, *, known: bool = True) -> bool:
+    """Whether the encoders of two models have the same weights. Unless all are ``known``, those without storage, as they are while packed
+    ones replace them, are left out."""
+    encoders = [each.get_encoder() for each in (model, other)]
+    ours, theirs = (each.state_dict() for each in encoders)
+    if type(encoders[0]) is not type(encoders[1]) or ours.keys() != theirs.keys():
+        return False
+    for one, two in ((ours[name], theirs[name]) for name in ours):
+        if type(one) is not Tensor or type(two) is not Tensor or one.shape != two.shape or one.dtype != two.dtype:
+            return False  # quantised ones are no plain tensors
+        if (known or not one.is_meta) and (one.is_meta or two.is_meta or not torch.equal(one, two)):
+            return False
+    return True
+
+
+def borrow_encoder(model: Any, owner: Any) -> None:
+    """Give ``model`` the encoder of ``owner`` in place of its own."""
+    own = model.get_encoder()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is own:
+                setattr(parent, name, owner.get_encoder())
+    BORROWERS.add(model)
+
+
 BORROWERS: WeakSet[torch.nn.Module] = WeakSet()  # models with the encoder of another one
 
 
@@ -390,9 +483,7 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
     encoder, name = model.get_encoder(), model.main_input_name
     if name == "input_ids":
         size = encoder.get_input_embeddings().num_embeddings
-        positions = getattr(encoder, "embed_positions", None)
-        if isinstance(positions, torch.nn.Embedding):
-            length = min(length, positions.num_embeddings - int(getattr(positions, "offset", 0)))
+        length = min(length, longest_source(model) or length)
         return Source.of([(seed + 3 + 7 * place + place * place) % (size - 4) + 4 for place in range(length)])
     generator = torch.Generator().manual_seed(seed)
     if name == "input_features" and hasattr(model.config, "num_mel_bins"):

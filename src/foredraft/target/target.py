@@ -23,7 +23,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words, parse_memory
 from foredraft.models.changes import STRUCTURE, ModelState
-from foredraft.models.encoder_decoder import Source, some_source
+from foredraft.models.encoder_decoder import Source, routers, some_source
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
 from foredraft.models.layers import layer_count
 from foredraft.models.page_stores import pages_of
@@ -125,12 +125,13 @@ class Target(Passes):
         self.tokenizer: Any = None
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # a token of the session whose rows these are
-        self.reuse_prefix = reuse_prefix
+        counted = facts.sourced and routers(facts.model.get_decoder())  # what tokens experts take then depends on the whole prompt
+        self.reuse_prefix = reuse_prefix and not counted
         self._texts = Texts()
         self._companion: Companion | None = None  # must be told of every token that it does not hold
         self.version = 0
         self._taps: list[Tap | None] = []  # where hidden states can be caught, once that was asked
-        self._reused_prefix = reuse_prefix  # as it was before a drafter asked for states of whole texts
+        self._reused_prefix = self.reuse_prefix  # as it was before a drafter asked for states of whole texts
         self._state = ModelState.of(self.model)
         self._invariance: tuple[Any, str | None] = (None, None)  # the backend that was tested, and why it has none
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
@@ -465,8 +466,9 @@ class Target(Passes):
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:
-        """Fill rows ``first``, ``first + 1``, … with what their cache lacks of ``prompts``, in chunks.
+    def prefill(self, prompts: Sequence[Sequence[int]], *, first: int, given: Sequence[int] = ()) -> Tensor:
+        """Fill rows ``first``, ``first + 1``, … with what their cache lacks of ``prompts``, in chunks. The first ``given[r]`` tokens of a
+        prompt are the user's, all unless given; those behind them were generated one by one.
 
         Returns:
             ``[len(prompts), V]`` logits after each prompt's last token, in the model's dtype. Where hidden states are read,
@@ -477,7 +479,7 @@ class Target(Passes):
         row = first
         while row < first + len(prompts):
             last = self._group(prompts, row, first)
-            found, states = self._prefill_group(prompts[row - first : last - first], row)
+            found, states = self._prefill_group(prompts[row - first : last - first], row, given=given[row - first : last - first])
             logits.append(found)
             hidden += states
             row = last
@@ -507,7 +509,11 @@ class Target(Passes):
         return last
 
     def _prefill_group(
-        self, prompts: Sequence[Sequence[int]], row: int, seen: Callable[[int, Tensor], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        row: int,
+        seen: Callable[[int, Tensor], None] | None = None,
+        given: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         last, features = row + len(prompts), self.backend.features
         most = self.prefill_chunk if seen is None else max(1, min(self.prefill_chunk, SCORED // self.vocab_size))
@@ -520,7 +526,8 @@ class Target(Passes):
             tokens = to_device(chunk, self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
             window = Window(row, last, starts, width, counts=tuple(counts))
             keep = None if seen else [count - 1 for count in counts]
-            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=keep))
+            users = [max(0, min(count, own - start)) for count, own, start in zip(counts, given or map(len, prompts), starts)]
+            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=keep, prompts=users))
             self.commit(None, counts)
             if seen is not None:
                 seen(starts[0], logits[0])
