@@ -180,7 +180,8 @@ def _joined(logits: Tensor, target: Few, loss: Loss, wanted: bool) -> tuple[Tens
     times. A token beyond V, which the target alone has, is one that neither draws."""
     log_q = torch.log_softmax(logits.detach(), -1)
     outside = target.ids >= logits.shape[-1]
-    ids = torch.where(outside, target.ids[:, :1], target.ids).clamp(max=logits.shape[-1] - 1)
+    inside = target.ids.gather(-1, outside.int().argmin(-1, keepdim=True))  # of each line the first
+    ids = torch.where(outside, inside, target.ids).clamp(max=logits.shape[-1] - 1)
     some, others = log_q.gather(-1, ids), log_q.exp().scatter_(-1, ids, 0.0)
     rest = others.sum(-1, keepdim=True).clamp(min=torch.finfo(log_q.dtype).tiny)
     known = target.log_probabilities.to(log_q.dtype).masked_fill(outside, -torch.inf)

@@ -351,7 +351,7 @@ FAULTS = [
     Fault("pages.py", "and pool.lacks_windows(child.page):", "and False:", WINDOWS),
     Fault("pages.py", "        for each in self.windows:\n            each._release_for(page)\n", "", WINDOWS),
     Fault("windows.py", "return size if hidden else None", "return size", WINDOWS),
-    Fault("draft_model.py", "        self._keep_to_budget()\n        try:", "        try:", ADMISSION),
+    Fault("draft_model.py", "        self._keep_to_budget()\n        opened", "        opened", ADMISSION),
     Fault("base.py", "if self.info.shares_target or self.page_bytes else", "if self.info.shares_target else", ADMISSION),
     Fault(
         "target.py",

@@ -355,7 +355,7 @@ def test_measuring_takes_the_place_of_what_is_cached(rows: int):
     target = Target(tiny(), cache_memory=f"{8 * page}B")
     cache, held = target.cache, []
     take = cache.pool.take
-    cache.pool.take = lambda count: (take(count), held.append(cache.pool.held))[0]
+    cache.pool.take = lambda count, **how: (take(count, **how), held.append(cache.pool.held))[0]
     for text in prompts((120, 110, 100, 120), seed=3):
         target.open([text])
         target.prefill([text], first=0)

@@ -40,7 +40,6 @@ from foredraft.models.encoder_decoder import (
     with_encoder_of,
 )
 from foredraft.models.paged_cache import PagedCache
-from foredraft.models.pages import LimitError
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
@@ -121,7 +120,6 @@ class DraftModel(LearningDrafter):
         self._smaller, self._beside = False, True
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
-        self._short = False  # of pages, until a row leaves
 
     @property
     def model(self) -> Target:
@@ -237,9 +235,11 @@ class DraftModel(LearningDrafter):
             source.read_anew()
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """The next draft opens them, and reads them at once, in the order in which they share."""
-        if self.foreign is not None:
-            self.foreign.begin(rows)
+        """The next draft opens them, and reads them at once, in the order in which they share. Sources are read now: what an encoder takes
+        is no part of a draft."""
+        own = rows if self.foreign is None else self.foreign.begin(rows)
+        if self.model.sourced:
+            self._append(rows, own, share=False)
         super().begin(rows)
         if self.learning is not None:
             self.learning.begin(rows)
@@ -250,10 +250,14 @@ class DraftModel(LearningDrafter):
             return False
         self.model.follow()
         first = len(self.model.lengths)
-        reserve, isolations = [row.capacity for row in rows[first:]], [row.isolation for row in rows[first:]]
-        sources, unread = self._sources(rows[first:]), 1 if self.model.chains_only else 2  # a draft may begin two tokens back
-        self.model.open([row.ids for row in own[first:]], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
+        self._append(rows[first:], own[first:])
         return True
+
+    def _append(self, rows: Sequence[Row], own: Sequence[Row], *, share: bool = True) -> None:
+        reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
+        unread = 1 if self.model.chains_only else 2  # a draft may begin two tokens back
+        texts, sources = [row.ids for row in own], self._sources(rows)
+        self.model.open(texts, reserve=reserve, sources=sources, isolations=isolations, unread=unread, share=share)
 
     def _keep_to_budget(self) -> None:
         """Of the target's device; on another one, nothing counts what the draft model keeps."""
@@ -268,6 +272,8 @@ class DraftModel(LearningDrafter):
     def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
         """What the draft model reads for ``rows``, where it has an encoder."""
         given = [row.source for row in rows if row.source is not None and self.template is None]
+        if not given:
+            return []
         if self._states is None:
             draft = self.model.model
             return [fitted(draft, each.read_anew() if self.foreign is None else self.foreign.source(each)) for each in given]
@@ -280,18 +286,10 @@ class DraftModel(LearningDrafter):
         limits = [min(limit, self._room(row)) for row, limit in zip(own, request.limits)]
         depth = max(limits)
         self.expected_accepted = None
-        if depth < 1 or self._short:
+        if depth < 1:
             return TokenTree.root(request.roots())
         self._keep_to_budget()
-        try:
-            return self._draft(request, own, limits, opened=self._open(request.rows, own))
-        except LimitError:
-            self.model.compact([])
-            self._short, self._grown, self._begun = True, None, []
-            return TokenTree.root(request.roots())
-
-    def _draft(self, request: DraftRequest, own: Sequence[Row], limits: list[int], *, opened: bool) -> TokenTree:
-        depth, chain = max(limits), request.shape.is_chain
+        opened, chain = self._open(request.rows, own), request.shape.is_chain
         inside = None if self.foreign is None else self.foreign.inside
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
         if self.foreign is not None and self.foreign.by == "text":
@@ -439,13 +437,12 @@ class DraftModel(LearningDrafter):
 
     def _keep(self, rows: list[int]) -> None:
         self.model.compact([row for row in rows if row < len(self.model.lengths)])
-        self._short = False
 
     def reset(self) -> None:
         super().reset()
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
-        self._slots, self._grown, self._begun, self._short = [], None, [], False
+        self._slots, self._grown, self._begun = [], None, []
         if self.foreign is not None:
             self.foreign.readings.clear()
 

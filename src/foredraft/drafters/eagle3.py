@@ -28,7 +28,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskInputs
-from foredraft.models.page_stores import Kind, pages_of
+from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
@@ -215,18 +215,8 @@ class Eagle3(HeadDrafter):
 
     # -- a round --------------------------------------------------------------------------------------------------------------
 
-    def draft(self, request: DraftRequest) -> TokenTree:
-        self._keep_to_budget()
-        return super().draft(request) if self._has_room(request.shape.grown_nodes) else TokenTree.root(request.roots())
-
-    def _has_room(self, nodes: int) -> bool:
-        """For what is not read yet of each row, and a draft of so many ``nodes``."""
-        if not isinstance(self._cache, PagedCache) or self._cache.pool.room is None:
-            return True
-        ends = [length + max(1, row.count) + nodes for length, row in zip(self._cache.lengths, self._rows)]
-        return sum(max(0, pages_of(end) - len(table)) for end, table in zip(ends, self._cache.tables)) <= self._cache.pool.room
-
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
+        self._keep_to_budget()
         for index, row in enumerate(self._rows):
             if not row.count:  # a text that was drafted for already
                 assert row.last is not None

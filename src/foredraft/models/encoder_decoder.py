@@ -377,8 +377,8 @@ def longest_source(model: Any) -> int | None:
 
 def fitted(model: Any, source: Source) -> Source:
     """``source`` as far as the encoder of ``model``, a draft, has positions and embeddings for it."""
-    given, table, longest = source.inputs.get("input_ids"), model.get_encoder().get_input_embeddings(), longest_source(model)
-    if given is None or source.states is not None or not isinstance(table, torch.nn.Embedding):
+    given, table, longest = source.inputs.get("input_ids"), embeddings_of(model.get_encoder()), longest_source(model)
+    if given is None or source.states is not None or table is None:
         return source
     if int(given.max()) < table.num_embeddings and (longest is None or given.shape[1] <= longest):
         return source
@@ -398,14 +398,23 @@ def check_features(model: Any, features: Any) -> None:
         raise ConfigurationError(f"{model.main_input_name} must be a tensor [B, {bins}, frames] of log-mel features, got {shape}")
 
 
+def embeddings_of(part: Any) -> torch.nn.Embedding | None:
+    """Those of an encoder or a decoder; None if it has none, or reads no tokens."""
+    try:
+        table = part.get_input_embeddings()
+    except NotImplementedError:  # as transformers says that there are none
+        return None
+    return table if isinstance(table, torch.nn.Embedding) else None
+
+
 def one_vocabulary(model: Any) -> bool:
     """Whether a token of the source is the same one in the text, as far as the model says."""
-    config, tables = model.config, [each.get_input_embeddings() for each in (model.get_encoder(), model.get_decoder())]
+    config, tables = model.config, [embeddings_of(each) for each in (model.get_encoder(), model.get_decoder())]
     if getattr(config, "share_encoder_decoder_embeddings", True) is False:  # Marian
         return False
     if config.model_type == "encoder-decoder" and config.encoder.model_type != config.decoder.model_type:  # each has its own tokenizer
         return False
-    return len({table.num_embeddings for table in tables if isinstance(table, torch.nn.Embedding)}) < 2
+    return len({table.num_embeddings for table in tables if table is not None}) < 2
 
 
 def start_of(model: Any) -> int | None:

@@ -258,7 +258,8 @@ class PagedCache(TreeCache):
             pool.limit = None if memory is None or not size else memory // sum(self._sizes)
 
     def keep_to(self, other: PagedCache) -> None:
-        """Have no more pages of any kind than ``other``, whose budget counts one of each beside each of its own."""
+        """Keep no more pages of any kind than ``other``, whose budget counts one of each beside each of its own, unless rows need them: a
+        draft model may have more tokens than its target."""
         self.pool.spare = other.pool.spare
         for store in self.stores:
             store.pool.keep_to(other.pool)

@@ -23,10 +23,6 @@ PAGE = 64  # tokens per page
 IDS = attrgetter("ids")
 
 
-class LimitError(CacheMemoryError):
-    """Rows already hold as many pages as they may."""
-
-
 class LimitedPool:
     """What pools have in common, those of pages and those of runs: how much rows may hold.
 
@@ -52,9 +48,9 @@ class LimitedPool:
         self._shrink()
 
     def keep_to(self, other: LimitedPool) -> None:
-        """Have the limit that ``other`` has now."""
-        if (self._limit, self._exceeds) != (other._limit, other._exceeds):
-            self._exceeds = other._exceeds
+        """Have the limit that ``other`` has now. Rows may take pages beyond it, once nothing is cached that could go instead."""
+        self._exceeds = True
+        if self._limit != other._limit:
             self.limit = other._limit
 
     @contextmanager
@@ -123,10 +119,10 @@ class PagePool(LimitedPool):
         before.
 
         Raises:
-            LimitError: there is no room for so many; nothing has changed.
+            CacheMemoryError: there is no room for so many; nothing has changed.
         """
         if self.room is not None and count > self.room:
-            raise LimitError(f"the key-value cache has room for {self.room} more pages of {self.page} tokens, and {count} are needed")
+            raise CacheMemoryError(f"the key-value cache has room for {self.room} more pages of {self.page} tokens, and {count} are needed")
         short = max(0, count - (self.made - self.held - self.cached))
         new = short - min(short, max(0, self.cached - max(self.spare, self._most_held)))
         if self._limit is not None:

@@ -253,6 +253,7 @@ class Target(Passes):
         sources: Sequence[Source | None] = (),
         isolations: Sequence[str | None] = (),
         unread: int = 1,
+        share: bool = True,
     ) -> None:
         """Append a row for each text. What the cache holds of its beginning, from live or finished rows, is not computed again. They share
         beginnings with each other, too, so they must be read, in this order, before anything else happens to their rows.
@@ -263,13 +264,14 @@ class Target(Passes):
             sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
             isolations: rows that differ in these share nothing; None for all unless given.
             unread: so many tokens of each text must be computed in any case, because their outputs are wanted.
+            share: whether they may share beginnings; otherwise they need not be read at once.
 
         Raises:
             CacheMemoryError: the cache has no room for them; nothing has changed.
         """
         self.follow()
         first, isolations = len(self.lengths), isolations or [None] * len(texts)
-        share, most = self.reuse_prefix, None
+        share, most = share and self.reuse_prefix, None
         groups = [_group(*each) for each in zip(isolations, sources or [None] * len(texts), strict=True)]
         if self.sourced:
             self.backend.encode([source for source in sources if source is not None], groups)

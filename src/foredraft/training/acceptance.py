@@ -130,7 +130,7 @@ def costs(head: Head, model: PreTrainedModel) -> tuple[Callable[[int], float], s
 def as_served(model: PreTrainedModel, drafter: Drafter) -> Iterator[Target]:
     """The target and its ``drafter`` as they run where ``model`` is loaded by name: until the end, packed weights take the place of its
     own, so that none are held twice."""
-    with host_by_default(model.device), closing(Target(model, owned=True, reuse_prefix=False)) as target:
+    with host_by_default(model.device), closing(Target(model, owned=True, reuse_prefix=False, test=False)) as target:
         drafter.bind(target)
         with closing(drafter):
             yield target
