@@ -39,7 +39,7 @@ def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target
     refusal = rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
     if refusal:
         raise DrafterError(f"{drafter} made a draft that the rule cannot verify: {refusal}")
-    if request.needs_q and tree.q is None:
+    if rule.needs_q and tree.q is None:
         raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} needs the draft's distribution q")
 
 

@@ -24,7 +24,7 @@ from foredraft.rows import Commit, CommittedIds, SessionRow
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.traces import trace_of
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import DRAWN, Proposal, TokenTree
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
 
@@ -244,13 +244,14 @@ class Loop:
 
     def _asking(self, rows: Sequence[SessionRow], shape: TreeShape, limits: Sequence[int], sampler: Sampler) -> DraftRequest:
         depth, greedy = max(limits), sampler.greedy
+        shown = self.proposal in DRAWN and any(row.parameters.trace for row in rows)
         return DraftRequest(
             rows=rows,
             shape=shape.truncate(depth),
             depth=depth,
             limits=limits,
             proposal="deterministic" if greedy and self.proposal != "mixed" else self.proposal,
-            needs_q=self.rule.needs_q and not greedy,
+            needs_q=(self.rule.needs_q or shown) and not greedy,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
             sampler=sampler,

@@ -23,7 +23,7 @@ class RoundTrace:
         drafters: the names of those who proposed the nodes, of a drafter or of a guess; "" for the root.
         p: what the target gave each token after its parent, once the row's processors were through; None for the root. Of a greedy row
             as well, from the softmax of its scores.
-        q: likewise what the draft gave it; None where the rule needs no q, so that nobody kept it.
+        q: likewise what the draft gave it; None where it was not drawn, or the tree was grown and nobody kept its q.
         path: the nodes that the text gained, root first.
         bonus, bonus_p: the target's own token behind the path, and its p; None where the text ended on the path.
         ended: why the path ended: "mismatch" (the target chose another token than those drafted), "end of draft" (all was kept),

@@ -66,7 +66,7 @@ class DraftRequest:
         depth: how deep to draft at most.
         limits: most draft tokens per row, at most ``depth``; fewer for a row close to its length limit.
         proposal: how tokens are to be chosen, one of the drafter's proposals.
-        needs_q: the rule needs the draft's distribution q, so the tree must carry ``q``.
+        needs_q: the draft's distribution q is wanted, so the tree carries ``q``: the rule needs it, or a trace shows it.
         vocab_size: of the target; every token must lie below it.
         device: where the tree must be.
         sampler: turns logits into choices; use :meth:`choose`.

@@ -24,7 +24,7 @@ from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import DRAWN, Proposal, TokenTree
 from foredraft.verification import Rule, Verdict
 from foredraft.verification.block import Block
 from foredraft.verification.match import Match
@@ -34,7 +34,6 @@ from foredraft.verification.typical import Typical
 TOGETHER, VALUES = 64, 1 << 24  # most rows in one pass, and most probabilities
 LIKELIEST = 6  # tokens shown of a distribution
 FIRST = 12  # of the target's likeliest first tokens that are always counted
-DRAWN = ("keyed", "iid", "without-replacement")  # proposals that have a q
 
 
 class Recorded(Rule):
