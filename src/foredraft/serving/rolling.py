@@ -32,6 +32,7 @@ from foredraft.verification.rejection import Rejection
 from foredraft.verification.typical import Typical
 
 TOGETHER, VALUES = 64, 1 << 24  # most rows in one pass, and most probabilities
+FEW = 4  # rows of the first batch, which shows what a batch takes
 LIKELIEST = 6  # tokens shown of a distribution
 FIRST = 12  # of the target's likeliest first tokens that are always counted
 
@@ -170,16 +171,17 @@ def play(
     seconds: float = inf,
 ) -> Rounds:
     """Rolls ``first`` to ``first + rolls`` of ``seed`` after ``ids``, two tokens at least. No row of another session is live.
-    Once ``seconds`` are over, no more are begun."""
+    They are made in batches, first of few; none is begun that would probably take until after ``seconds``."""
     recorded = Recorded(rule, needs_q=rule.needs_q or proposal in DRAWN)
     parameters = RowParameters(shape.depth + 2, do_sample=True, pipeline=pipeline, isolation=isolation)
     together = max(1, min(TOGETHER, VALUES // ((shape.nodes + 1) * target.vocab_size)))
     counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor](), None, None
-    done = 0
+    done, size, took = 0, min(FEW, together), 0.0
     end = time.monotonic() + seconds
-    while not done or (done < rolls and time.monotonic() < end):
+    while not done or (done < rolls and time.monotonic() + took < end):
+        began = time.monotonic()
         with closing(Session(target, drafter, recorded, proposal=proposal, planner=FixedPlanner(shape), wait=True)) as session:
-            for index in range(first + done, first + min(rolls, done + together)):
+            for index in range(first + done, first + min(rolls, done + size)):
                 session.add(ids[:-1], replace(parameters, seed=(seed, index)))
                 session.waiting[-1].ids.append(ids[-1])  # as a row that was set aside: its last token is the root of its next tree
             session.step()
@@ -193,6 +195,8 @@ def play(
             token = int(tree.tokens[row, verdict.path[row, 1]]) if accepted else bonus
             firsts[token] = firsts.get(token, 0) + 1
         done += tree.rows
+        took = 2 * (time.monotonic() - began)
+        size = min(2 * size, together)
     assert shown is not None and p is not None
     wanted = torch.cat(expected).sum(0).tolist() if expected else None
     return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + done))
