@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.routing import Mount
 
-from foredraft import Speculator
+from foredraft import ConfigurationError, Speculator
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.serving import Settings, application, formats, protect, sse
 from foredraft.serving.failures import ApiError
@@ -511,6 +511,34 @@ def test_a_slow_grammar_is_the_fault_of_its_own_request(url: str, monkeypatch: p
     finally:
         let_go.set()
     wait_for(lambda: ask("quick").status_code == 200)
+
+
+def test_a_grammar_is_compiled_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch):
+    """More than may wait for a thread; one that cannot be compiled is tried again."""
+    made: list[str] = []
+
+    def make(self: Any, source: dict[str, Any]) -> Any:
+        time.sleep(0.1)
+        made.append(source["regex"])
+        if source["regex"] == "wrong":
+            raise ConfigurationError("no")
+        return source
+
+    async def ask() -> None:
+        some = formats.Formats(None, frozenset())
+        asked = [some.compile("tools", {"regex": "right"}) for _ in range(2 * formats.MOST_WAITING)]
+        assert await asyncio.gather(*asked, some.compile("tools", {"regex": "right"})) == [{"regex": "right"}] * (len(asked) + 1)
+        for _ in range(2):
+            with pytest.raises(ApiError):
+                await some.compile("tools", {"regex": "wrong"})
+        for number in range(formats.KEPT):
+            await some.compile("tools", {"regex": str(number)})
+        assert len(some._known) == formats.KEPT
+        some.close()
+
+    monkeypatch.setattr(formats.Formats, "_make", make)
+    asyncio.run(ask())
+    assert made == ["right", "wrong", "wrong", *map(str, range(formats.KEPT))]
 
 
 def test_tokenizing_takes_no_thread_from_completions(url: str, monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ LONGEST_REGEX = 1 << 12
 THREADS = 2  # so that one slow format leaves a thread to the others
 SECONDS = 10.0  # that a compilation may take once it has a thread, and may wait for one
 MOST_WAITING = 16  # compilations that wait for a thread
+KEPT = 16  # grammars that were asked for last
 WAITING = "the formats of other requests are being compiled; try again later"
 
 
@@ -64,12 +65,13 @@ def escaped(text: str) -> str:
 
 
 class Formats:
-    """Compiles grammars for one tokenizer."""
+    """Compiles grammars for one tokenizer. Requests that ask for the same one share it, also while it is being compiled."""
 
     def __init__(self, tokenizer: Any, eos: frozenset[int]):
         self.tokenizer, self.eos = tokenizer, sorted(eos)
         self._threads, self._free = ThreadPoolExecutor(THREADS, "grammars"), asyncio.Semaphore(THREADS)
         self._waiting = 0
+        self._known: dict[tuple[str, str, str], asyncio.Task[Grammar]] = {}  # the one that was asked for last comes last
 
     async def compile(self, param: str, source: dict[str, Any]) -> Grammar:
         """The grammar of ``source``, an argument of :class:`Grammar`, which the field ``param`` gives.
@@ -78,10 +80,20 @@ class Formats:
             ApiError: 400 where it cannot be used or is too large; 503 where others keep the threads busy.
         """
         (kind, value), *_ = source.items()
-        length = len(value if isinstance(value, str) else json.dumps(value))
+        text = value if isinstance(value, str) else json.dumps(value)
         most = LONGEST_REGEX if kind == "regex" and param != "tool_choice" else LONGEST
-        if length > most:
-            raise refused(f"{param}: the {kind} has {length} characters; at most {most} are taken", param, "grammar_too_large")
+        if len(text) > most:
+            raise refused(f"{param}: the {kind} has {len(text)} characters; at most {most} are taken", param, "grammar_too_large")
+        found = self._known.pop((param, kind, text), None)
+        if found is None or (found.done() and (found.cancelled() or found.exception())):
+            found = asyncio.ensure_future(self._compiled(param, kind, source))
+            found.add_done_callback(lambda made: made.cancelled() or made.exception())  # though nobody may wait any more
+        self._known[param, kind, text] = found
+        while len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return await asyncio.shield(found)
+
+    async def _compiled(self, param: str, kind: str, source: dict[str, Any]) -> Grammar:
         if self._waiting >= MOST_WAITING:
             raise busy(WAITING)
         self._waiting += 1
