@@ -109,6 +109,22 @@ def test_a_speculator_is_not_copied():
             attempt(speculator)
 
 
+def test_a_model_given_by_name_goes_to_a_gpu_if_there_is_one(monkeypatch):
+    devices = []
+
+    def load(source, *, device, **others):
+        devices.append(device)
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr("foredraft.speculator.load_model", load)
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        for given in ({}, {"device": "cpu"}):
+            with pytest.raises(ConfigurationError, match="enough"):
+                Speculator("zoo:python-1m", **given)
+    assert devices == ["cuda", "cpu", "cpu", "cpu"]
+
+
 def test_a_padding_token_beyond_the_vocabulary():
     """As of a tokenizer that got one more token than the model has."""
     options = {**GREEDY, "pad_token_id": VOCABULARY + 1, "output_scores": True, "return_dict_in_generate": True}

@@ -27,6 +27,11 @@ def wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def default_device() -> str:
+    """Where a model given by name is loaded unless somebody says otherwise: a CUDA GPU if there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def host_by_default(device: torch.device) -> AbstractContextManager[object]:
     """Inside, for a model on the CPU, tensors that name no device are there too, whatever ``torch.set_default_device`` says."""
     away = device.type == "cpu" and torch.get_default_device().type != "cpu"

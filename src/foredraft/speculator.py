@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from foredraft.choices import check_shape, choose_drafter, choose_rule, choose_shape
 from foredraft.describing import Described
-from foredraft.device import host_by_default
+from foredraft.device import default_device, host_by_default
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError, Interrupted
@@ -102,7 +102,7 @@ class Speculator(TextInterface, Described):
         draft_length: γ, the same as ``shape="chain(γ)"``.
         lossless: False allows a rule that changes the output distribution, such as ``typical``.
         dtype: of a model given by name; the default is that of the checkpoint.
-        device: where to load a model given by name.
+        device: where to load a model given by name; by default on a CUDA GPU if there is one, else on the CPU.
         self_test: check after loading that the model can roll back; a few passes over a handful of tokens.
         reuse_prefix: keep the cache between calls for prompts that begin alike. Costs the memory of the cache.
         prefill_chunk: most prompt tokens of a row per forward pass.
@@ -169,7 +169,14 @@ class Speculator(TextInterface, Described):
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
         if isinstance(model, str):
             model, owned = (
-                load_model(model, dtype=dtype, device=device, quantization=quantization, encoders=True, gguf_file=gguf_file),
+                load_model(
+                    model,
+                    dtype=dtype,
+                    device=default_device() if device is None else device,
+                    quantization=quantization,
+                    encoders=True,
+                    gguf_file=gguf_file,
+                ),
                 True,
             )
         self.model = model

@@ -15,6 +15,7 @@ from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
 from foredraft.detokenizer import Detokenizer
+from foredraft.device import default_device
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner
@@ -125,7 +126,7 @@ def pick_device(name: str | None, target: str) -> str:
     """The named device, or the GPU where there is one; an embedded model is never spread over several."""
     name = None if name is None else str(parse_device(name))
     if name is None or (name == "auto" and target.startswith("zoo:")):
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return default_device()
     if name != "auto":
         check_device(name)
     return name
