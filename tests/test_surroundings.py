@@ -14,7 +14,7 @@ from kernel_cases import needs_kernels
 from transformers.generation.streamers import BaseStreamer
 
 import foredraft
-from foredraft import Speculator, UnsupportedModelError, hub
+from foredraft import ConfigurationError, Speculator, UnsupportedModelError, hub
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativePass
 from foredraft.backends.native_growth import Draws
