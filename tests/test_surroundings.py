@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import VOCABULARY
-from helpers import PAD, clone, padded, repetitive, tiny
+from helpers import PAD, clone, make_drafter, padded, repetitive, tiny
 from kernel_cases import needs_kernels
 from transformers.generation.streamers import BaseStreamer
 
@@ -107,6 +109,22 @@ def test_a_speculator_is_not_copied():
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             attempt(speculator)
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model", "eagle3", "medusa", "layer-skip", "several"])
+def test_a_speculator_that_was_closed_is_gone_with_its_last_reference(drafter):
+    """Not only when the garbage collector comes, which may be gigabytes later."""
+    speculator = Speculator(tiny(), make_drafter(drafter), shape="chain(3)", execution="native")
+    speculator.generate(**padded(ROWS), **GREEDY)
+    speculator.close()
+    found = [weakref.ref(each) for each in (speculator.target, speculator.drafter, speculator)]
+    gc.collect()
+    gc.disable()
+    try:
+        del speculator
+        assert [each() for each in found] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_model_given_by_name_goes_to_a_gpu_if_there_is_one(monkeypatch):

@@ -62,6 +62,10 @@ def budget(memory: str | float, device: torch.device) -> tuple[bool, int | None]
     return wanted is not None, None if free is None else int(free * (AUTO if wanted is None else wanted))
 
 
+def nothing_beside() -> tuple[int, int]:
+    return 0, 0
+
+
 def _group(isolation: str | None, source: Source | None) -> Hashable:
     """What rows that share beginnings have in common."""
     return isolation if source is None else (isolation, source.key)
@@ -141,7 +145,7 @@ class Target(Passes):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
-        self._beside: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes that a drafter keeps for each page
+        self._beside: Callable[[], tuple[int, int]] = nothing_beside  # bytes that a drafter keeps for each page
         try:
             self._asked = cache_memory
             self._take_budget()
@@ -432,6 +436,7 @@ class Target(Passes):
         self.release()
         self.read(())
         self.backend.close()
+        self._beside = nothing_beside  # or the Speculator would be held by its own target
 
     # -- hidden states ------------------------------------------------------------------------------------------------
 
