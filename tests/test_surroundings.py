@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ GREEDY = {"max_new_tokens": 14, "pad_token_id": PAD, "do_sample": False}
 
 class Collector(BaseStreamer):
     def __init__(self):
-        self.got = []
+        self.got, self.ended = [], 0
 
     def put(self, value):
         self.got += value.flatten().tolist()
 
     def end(self):
-        pass
+        self.ended += 1
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "prompt-lookup", "token-recycling"])
@@ -69,6 +70,10 @@ def test_kernels_get_all_the_scratch_they_write_to_under_another_default_dtype(n
     draws = Draws(torch.zeros(2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), 1.0)
     scratch = NativePass().room(layer, torch.zeros(3, 64, dtype=torch.float32), 3, 2)[-1]
     assert {each.dtype for each in (about.sums, draws.q, scratch)} == {torch.float32}
+    logits = torch.arange(60, dtype=torch.float32).view(3, 20)
+    values, ids = native.likeliest(logits, 4)
+    assert ids.tolist() == [[19, 18, 17, 16]] * 3 and values.dtype == torch.float32
+    assert torch.allclose(values, logits.log_softmax(-1).topk(4).values, atol=1e-5)
 
 
 def test_texts_and_biases_under_another_default_dtype(narrow):
@@ -141,6 +146,27 @@ def test_a_model_given_by_name_goes_to_a_gpu_if_there_is_one(monkeypatch):
             with pytest.raises(ConfigurationError, match="enough"):
                 Speculator("zoo:python-1m", **given)
     assert devices == ["cuda", "cpu", "cpu", "cpu"]
+
+
+def test_adapters_that_act_from_certain_tokens_on_are_refused_in_the_model_inside_too():
+    """PEFT leaves its configuration there."""
+    model = clone(tiny())
+    model.peft_config = {"one": SimpleNamespace(alora_invocation_tokens=[5, 6])}
+    with pytest.raises(UnsupportedModelError, match="activated LoRA"):
+        foredraft.attach(model)
+
+
+def test_a_streamer_ends_however_its_call_does():
+    collector, speculator = Collector(), Speculator(tiny(), "ngram", shape="chain(4)")
+    stream = speculator.stream(**padded(ROWS[:1]), **GREEDY, streamer=collector)
+    stream.close()  # before anything was read
+    assert collector.ended == 1
+    with pytest.raises(ConfigurationError):
+        tiny().generate(**padded(ROWS), **GREEDY, custom_generate=foredraft.custom_generate("ngram", streamer=collector))
+    assert collector.ended == 2
+    for _ in speculator.stream(**padded(ROWS[:1]), **GREEDY, streamer=collector):
+        pass
+    assert collector.ended == 3
 
 
 def test_a_padding_token_beyond_the_vocabulary():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from foredraft.errors import ConfigurationError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
 
 
 @contextmanager
@@ -61,6 +64,35 @@ def locked(path: Path, *, wait: bool) -> BinaryIO:
         file.close()
         raise BlockingIOError(f"{path} cannot be locked: {error}") from error
     return file
+
+
+def unlocked(file: BinaryIO) -> None:
+    """Give back what :func:`locked` returned, also where processes that were forked meanwhile hold the file open."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+def has_locks(error: BlockingIOError) -> bool:
+    """Whether :func:`locked` has raised this because somebody else holds the file, and not because its file system knows no locks."""
+    return not isinstance(error.__cause__, OSError) or error.__cause__.errno not in NO_LOCKS
+
+
+def save_tensors(tensors: Mapping[str, Any], path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file of tensors of torch.
+
+    Raises:
+        OSError: it cannot be written, such as to a full disk; safetensors raises an error of its own.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), str(path), None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def make_folder(path: Path) -> None:

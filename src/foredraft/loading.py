@@ -65,6 +65,7 @@ def load_model(
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded, quantization)
         return embedded.to(device)
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     from foredraft.quantization.checkpoints import config_to_load, load_gguf
@@ -90,7 +91,7 @@ def load_model(
             model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)

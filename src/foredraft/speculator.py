@@ -312,7 +312,7 @@ class Run:
             stats.reproducible = as_named and repeats(rule, speculator.planner)
         for prompt, parameters in zip(prepared.prompts, prepared.parameters):
             self.session.add(prompt, parameters)
-        self.rows = list(self.session.waiting)
+        self.rows, self._ended = list(self.session.waiting), False
         self.watchful = True  # others run between the steps, and may change the model
 
     def steps(self) -> Iterator[list[Commit]]:
@@ -333,8 +333,13 @@ class Run:
             if self.session.live:
                 self.session.close()
             self.stats.clock()
-            if streamer is not None:
-                streamer.end()
+            self.end_streamer()
+
+    def end_streamer(self) -> None:
+        """Once: whoever iterates over it would wait for ever."""
+        if self.prepared.streamer is not None and not self._ended:
+            self._ended = True
+            self.prepared.streamer.end()
 
     def finish(self) -> SpeculativeOutput:
         self.watchful = False
@@ -467,6 +472,7 @@ class Stream(Iterator[Tokens]):
         with self._turn:
             self._tokens.close()
             self._run.session.close()
+            self._run.end_streamer()
 
 
 def custom_generate(
@@ -497,9 +503,13 @@ def custom_generate(
     ) -> Any:
         nonlocal speculator
         given |= {"inputs_tensor": inputs_tensor, "streamer": streamer, "output_logprobs": output_logprobs}
-        prepared = Prepared.of(model, input_ids, seed=seed, **given).as_asked()
-        if speculator is None or speculator.model is not model:
-            speculator = Speculator(model, drafter, **options)
-        return Run(speculator, prepared).finish_as_asked()
+        with ending(streamer):
+            prepared = Prepared.of(model, input_ids, seed=seed, **given).as_asked()
+            if speculator is None or speculator.model is not model:
+                if speculator is not None:
+                    speculator.close()
+                speculator = Speculator(model, drafter, **options)
+            run = Run(speculator, prepared)
+        return run.finish_as_asked()
 
     return decode

@@ -106,22 +106,19 @@ class TextStream(Iterator[str]):
     """Iterator over pieces of text, none of which cuts a character in two; ``stats`` holds what happened so far, ``close`` ends it."""
 
     def __init__(self, stream: Any, detokenizer: Detokenizer):
-        self._stream = stream
-        self._pieces = self._read(detokenizer)
-
-    def _read(self, detokenizer: Detokenizer) -> Iterator[str]:
-        for tokens in self._stream:
-            if piece := detokenizer.feed(tokens):
-                yield piece
-        if piece := detokenizer.flush():
-            yield piece
+        self._stream, self._detokenizer = stream, detokenizer
 
     @property
     def stats(self) -> Stats:
         return self._stream.stats
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        for tokens in self._stream:
+            if piece := self._detokenizer.feed(tokens):
+                return piece
+        if piece := self._detokenizer.flush():
+            return piece
+        raise StopIteration
 
     def close(self) -> None:
         """End the generation; the Speculator is ready for the next call."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import gc
 import os
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from helpers import PAD, generate, perturbed, plainly, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
 from learning_cases import exact_law, law_of, never_started, noisy, restless, small
+from safetensors import SafetensorError
 from tape import Tape
 
 from foredraft import ConfigurationError, Speculator, testing
@@ -34,6 +38,7 @@ from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.serving import Learning, LearnOptions
 from foredraft.drafters.learning.versions import Versions
 from foredraft.drafters.several import Several
+from foredraft.target import Target
 from foredraft.testing import distance
 from foredraft.tree import TokenTree
 
@@ -449,6 +454,51 @@ def test_a_learner_that_hangs_is_ended(tmp_path: Path, learners: Learners):
     assert learners.started[0].wait() == -9 and len(learners.started) == 2
     learning.close()
     assert learners.started[1].poll() == -9, "it ends with the server"
+
+
+def test_a_learner_ends_with_who_started_it_and_not_with_whom_that_has_forked(
+    tmp_path: Path, learners: Learners, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Clock()
+    learning = learning_at(tmp_path, clock, learners)
+    fill(learning)
+    serve(learning, clock, 5, alive=True)
+    (process,) = learners.started
+    with monkeypatch.context() as child:
+        child.setattr(serving.os, "getpid", lambda: -1)
+        other = copy.copy(learning)
+        other.versions = copy.copy(learning.versions)
+        other.close()
+        assert not other.leads and process.poll() is None and not Versions(tmp_path).lead()
+    del learning, other
+    gc.collect()
+    assert process.poll() == -9
+
+
+def test_a_file_system_without_locks_has_one_learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def without(*given: object) -> None:
+        raise OSError(errno.ENOSYS, "none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", without)
+        assert Versions(tmp_path).lead()
+    first = Versions(tmp_path)
+    assert first.lead() and not Versions(tmp_path).lead()
+    copied = os.dup(first._lock.fileno())  # as in a process that was forked
+    first.close()
+    assert Versions(tmp_path).lead()
+    os.close(copied)
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*given: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        Versions(tmp_path).save(1, {"a": torch.ones(3)})
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        DraftModel(perturbed(), execution="eager", learn=tmp_path / "new").bind(Target(tiny()))
 
 
 def test_weights_that_are_nan_or_no_weights_are_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):

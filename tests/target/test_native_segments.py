@@ -62,7 +62,8 @@ def path(node):
 
 
 def sink_of(heads):
-    return torch.linspace(-3.0, 6.0, heads)
+    """The first is off."""
+    return torch.tensor([-torch.inf, *torch.linspace(-3.0, 6.0, heads - 1).tolist()])
 
 
 def attend(dtype, texts, threads=1, *, key_heads=2, window=0, sinks=False, cap=0.0, pages=False, room=True):

@@ -325,6 +325,22 @@ def test_models_that_are_prepared_side_by_side_leave_torch_its_threads():
         torch.set_num_threads(threads)
 
 
+@torch.no_grad()
+def test_a_layer_that_is_called_alone_reads_its_input_as_it_is():
+    """Its neighbours are computed with it; the input may be written to between two calls, and be made under another default device."""
+    model = clone(tiny())
+    speculator = Speculator(model, "none", execution="packed")
+    layer, plain, x = model.model.layers[0].mlp, tiny().model.layers[0].mlp, torch.randn(1, 3, model.config.hidden_size)
+    for factor in (1.0, 0.5):
+        x *= factor
+        for name in ("gate_proj", "up_proj"):
+            with torch.device("meta"):
+                found = getattr(layer, name)(x)
+            assert torch.allclose(found, getattr(plain, name)(x), atol=1e-5)
+            x *= 2
+    speculator.close()
+
+
 def test_what_can_not_be_packed_says_why():
     model = clone(tiny()).double()
     assert refusal(model) == "it has no plain linear layers in float32 or bfloat16"

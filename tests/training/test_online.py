@@ -254,7 +254,9 @@ def test_what_was_forgotten_does_not_count_as_learnt(tmp_path: Path, monkeypatch
     turns = learner.turns()
     while next(turns):
         pass
+    last = server.learning.buffer["published"]
     server.learning.forget()
+    assert server.learning.buffer["unusable"] == last, "no number is used twice"
     server.serve(table, 800, 99)
     assert next(OnlineLearner(tmp_path).turns()), "there is something new"
 

@@ -114,7 +114,12 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
         return None
     hints, model = _hints(facts, execution, reasons), facts.model
     why = packing.refusal(model, hints)
-    kernels = None if why is not None else Kernels(model, sample_of(facts), owned=owned, hints=hints)
+    kernels = None
+    if why is None:
+        try:
+            kernels = Kernels(model, sample_of(facts), owned=owned, hints=hints)
+        except native.Unavailable as error:  # those for a part in another dtype, such as a router in float32
+            why = str(error)
     if kernels is not None and kernels.refused is None:
         if kernels.unfused is not None:
             reasons.setdefault("fused", kernels.unfused)

@@ -112,7 +112,7 @@ class Product:
             self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
         self.sources = [source for layer in layers if isinstance(layer, nn.Linear) for source in sources_of(layer)]
         self._hooks = [hooks for layer in layers if isinstance(layer, nn.Linear) for hooks in hooks_of(layer)]
-        self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
+        self._computed: tuple[Tensor | None, int | None, Sequence[Tensor]] = (None, None, ())  # an input, its version, and the outputs
 
     def _lay_out(self, weights: Sequence[Any]) -> None:
         """For the native kernels, at their bits."""
@@ -152,10 +152,10 @@ class Product:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        if x.dtype != self.dtype:
-            raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
+        if x.dtype != self.dtype or x.device.type != "cpu":
+            raise RuntimeError(f"expected an input in {self.dtype} on the CPU, got {x.dtype} on {x.device}")
         width = padded_size(self.outputs)
-        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="cpu")
         sizes = x.numel() // self.inputs, self.inputs, width
         self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
         return y if width == self.outputs else y[..., : self.outputs]
@@ -174,10 +174,11 @@ class Product:
         """The output of layer ``index``: the first layer that is called computes all outputs, and the last one releases them."""
         if len(self.layers) == 1:
             return self(x)
-        given, outputs = self._computed  # another thread may replace both at any time
-        if x is not given or any(self._hooks):  # which may write to the input between two layers
+        given, before, outputs = self._computed  # another thread may replace them at any time
+        version = None if x.is_inference() else x._version
+        if x is not given or version != before or any(self._hooks):  # which may write to the input between two layers
             outputs = torch.split(self(x), self.sizes, -1)
-        self._computed = (None, ()) if index == len(self.layers) - 1 else (x, outputs)
+        self._computed = (None, None, ()) if index == len(self.layers) - 1 else (x, version, outputs)
         return outputs[index]
 
     def weights(self) -> Sequence[Tensor]:

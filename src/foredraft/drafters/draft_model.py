@@ -154,15 +154,20 @@ class DraftModel(LearningDrafter):
         if self.learn is not None:
             draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
             self.learning = learning_of(draft, target.model, self.learn)
-        self._target = Target(
-            draft,
-            reuse_prefix=target.reuse_prefix,
-            execution=self.execution,
-            owned=owned,
-            wait=target.wait,
-            cache_memory=None,
-            paged=isinstance(target.cache, PagedCache) and unwrap(draft).device.type == target.device.type,
-        )
+        try:
+            self._target = Target(
+                draft,
+                reuse_prefix=target.reuse_prefix,
+                execution=self.execution,
+                owned=owned,
+                wait=target.wait,
+                cache_memory=None,
+                paged=isinstance(target.cache, PagedCache) and unwrap(draft).device.type == target.device.type,
+            )
+        except BaseException:
+            if self.learning is not None:
+                self.learning.close()
+            raise
         self.info = replace(self.info, draft_model=self._target)
         if self.foreign is not None:
             log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self.foreign)

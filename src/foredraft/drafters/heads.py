@@ -106,9 +106,10 @@ class HeadDrafter(LearningDrafter):
             self.learning = learning_of_head(head, target, self.learn)
 
     def rewrite(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for name, weight in self.head.named_parameters():
-                weight.copy_(weights[name])
+                with torch.inference_mode(weight.is_inference()):
+                    weight.copy_(weights[name])
 
     def _adopt(self, head: VocabularyHead) -> None:
         """Draft with ``head`` as it is."""

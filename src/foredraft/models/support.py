@@ -50,6 +50,8 @@ class ModelFacts:
             UnsupportedModelError: see :func:`check_model`.
         """
         check_model(model)
+        if any(getattr(each, "alora_invocation_tokens", None) for each in (getattr(model, "peft_config", None) or {}).values()):
+            raise UnsupportedModelError("activated LoRA acts from its invocation tokens on, which is not supported; use model.generate")
         config = model.config.get_text_config()
         vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
         sourced = bool(model.config.is_encoder_decoder)
@@ -68,8 +70,6 @@ def unwrap(model: Any) -> PreTrainedModel:
             raise UnsupportedModelError(
                 "prompt-learning adapters put virtual tokens into the cache, which is not supported; use LoRA, or model.generate"
             )
-        if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
-            raise UnsupportedModelError("activated LoRA acts from its invocation tokens on, which is not supported; use model.generate")
         return model.get_base_model()
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")

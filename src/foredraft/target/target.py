@@ -425,7 +425,8 @@ class Target(Passes):
         with self.unpacked():
             parameters = dict(self.model.named_parameters())
             for name, numbers in weights.items():
-                parameters[name].copy_(numbers)
+                with torch.inference_mode(parameters[name].is_inference()):
+                    parameters[name].copy_(numbers)
         self._state.mark("weights")
         self._state.note()
         self._seen = dict(self._state.counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,7 +12,7 @@ import torch
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
-from foredraft.files import locked, make_folder
+from foredraft.files import has_locks, locked, make_folder
 from foredraft.heads.base import Head
 from foredraft.heads.checkpoints import save as save_head
 from foredraft.heads.medusa import MedusaHead
@@ -31,7 +30,6 @@ from foredraft.training.worth import Prices, compared
 KINDS: dict[str, type[Head]] = {LAYERSKIP: EarlyExits, DRAFT: Draft}  # that are no heads
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
 LOCK = "lock"  # there; who holds it writes to that folder
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none: there, nobody is refused
 
 
 def run(
@@ -121,7 +119,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         lock = locked(folder / LOCK, wait=False)
     except BlockingIOError as error:
-        if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in NO_LOCKS:
+        if has_locks(error):  # where there are none, nobody is refused
             raise ConfigurationError(
                 f"another run is writing to {str(folder)!r}: pgrep -af 'foredraft train' shows it, and kill PID has it save and end. Or "
                 "choose another folder (--out)"

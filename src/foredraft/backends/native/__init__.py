@@ -8,6 +8,7 @@ their own threads, as many as torch uses. On a busy machine these do not wait fo
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import math
@@ -252,7 +253,10 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
-        return ctypes.CDLL(str(kept))
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError:  # such as from a folder from which nothing may be executed; the one that is compiled into may allow it
+            pass
     made = _compile(compiler, flags)
     if kept is not None and not _whole(kept):  # another process may have kept it meanwhile, and a third one may be about to load it
         try:
@@ -261,7 +265,12 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
                 new.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
         except OSError as error:
             warn_once(f"compiled kernels cannot be kept in {folder}, so every process compiles them anew: {error.strerror or error}")
-    return ctypes.CDLL(str(made))
+    try:
+        return ctypes.CDLL(str(made))
+    except OSError:
+        if kept is None or not _whole(kept):
+            raise
+        return ctypes.CDLL(str(kept))
 
 
 def _allowed(kernels: ctypes.CDLL) -> ctypes.CDLL:
@@ -362,7 +371,7 @@ def largest(values: Tensor, k: int) -> Tensor | None:
 
 def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor] | None:
     """``[N, k]`` log-probabilities, float32, of the k likeliest tokens of ``logits`` ``[N, V]``, and these, as :func:`largest` has them."""
-    logs = torch.empty(len(logits), k, device="cpu")
+    logs = torch.empty(len(logits), k, dtype=torch.float32, device="cpu")
     found = _largest(logits, k, logs)
     return None if found is None else (logs, found)
 
@@ -442,9 +451,11 @@ def cpu_flags() -> frozenset[str]:
 
 
 @lru_cache(maxsize=1)
-def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """A folder that others cannot read, removed when the process ends."""
-    return tempfile.TemporaryDirectory(prefix="foredraft-kernels-")
+def _temporary() -> str:
+    """A folder that others cannot read, removed when the process ends, and not when one that it has forked does."""
+    folder, process = tempfile.mkdtemp(prefix="foredraft-kernels-"), os.getpid()
+    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+    return folder
 
 
 def _key(compiler: str, flags: list[str]) -> str:
@@ -456,7 +467,7 @@ def _key(compiler: str, flags: list[str]) -> str:
 
 def _compile(compiler: str, flags: list[str]) -> Path:
     """The file with the compiled kernels, which lasts as long as the process."""
-    whole = Path(tempfile.mkdtemp(dir=_temporary().name), "layer.so")
+    whole = Path(tempfile.mkdtemp(dir=_temporary()), "layer.so")
     command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(whole)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
     if done.returncode:

@@ -952,7 +952,7 @@ static void over_segment(Chunk *c, int segment, float *sums) {
     c->sums = sums, c->most = sums + c->n * c->wide, c->total = c->most + c->n;
     for (int i = 0; i < c->n; i++) {
         const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
-        c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink ? 1.0f : 0.0f;
+        c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink && *sink > -__builtin_inff() ? 1.0f : 0.0f;
         for (int d = 0; d < c->wide; d += 16) f32_store(c->sums + i * c->wide + d, f32_zero());
         if (c->from[i] < from) from = c->from[i];
     }

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -117,6 +118,14 @@ def spawn(folder: Path, options: LearnOptions) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True)
 
 
+def ended(processes: list[subprocess.Popen[bytes]], owner: int) -> None:
+    """End the learner of the process ``owner``, and of no process that it has forked."""
+    if os.getpid() == owner:
+        for each in processes:
+            each.kill()
+            each.wait()
+
+
 class Learning:
     """What one draft model or head learns.
 
@@ -161,6 +170,8 @@ class Learning:
         self.curve: list[tuple[int, float]] = []
         self._every, self._since, self._tokens = 1000, [0, 0, 0], 0  # tokens per point; tokens, accepted and looked at since the last
         self._process: subprocess.Popen[bytes] | None = None
+        self._owner, self._learners = os.getpid(), list[subprocess.Popen[bytes]]()  # at most one
+        weakref.finalize(self, ended, self._learners, self._owner)  # where nobody has closed this
         self._ends, self._next_start, self._heartbeat, self._silent = 0, 0.0, 0.0, 0.0
         self._collecting, self._price = 0.0, 0.0
         self._told = 0, 0  # trials that the log has a line about, and how many of them were refused
@@ -181,6 +192,7 @@ class Learning:
 
     def begin(self, rows: Sequence[Row], hidden: Sequence[Tensor] = ()) -> None:
         """``hidden`` are the states of each prompt's last tokens, where pieces hold states."""
+        self._leave_to_parent()
         if not self._rows:  # what was before was nobody's time
             self._last = self.clock()
             self._grant(0.0)
@@ -219,6 +231,15 @@ class Learning:
         self.collector.reset()
         if self.options.between:
             self._grant(inf)
+
+    def _leave_to_parent(self) -> None:
+        """In a process that was forked: the learner and the texts are its parent's, and what that publishes is used here, too."""
+        if os.getpid() == self._owner:
+            return
+        self._owner, self._process, self._learners = os.getpid(), None, []
+        self.leads, self.buffer = False, None
+        self.versions.leave()
+        self.collector.reset()
 
     def _collected(self, seconds: float) -> None:
         self._collecting += seconds
@@ -279,6 +300,7 @@ class Learning:
                 self._silent = 0.0
                 try:
                     self._process = self._start(self.versions.folder, self.options)
+                    self._learners[:] = [self._process]
                 except OSError as error:  # no memory for it, or no folder any more
                     self._ended(now, error)
             return
@@ -292,6 +314,7 @@ class Learning:
         if code is None:
             return
         self._process = None
+        self._learners.clear()
         self._ended(now, code)
 
     def _tell(self) -> None:
@@ -360,16 +383,19 @@ class Learning:
 
     def forget(self) -> None:
         """Back to the first weights; all versions and texts are deleted."""
+        self._leave_to_parent()
         if self.buffer is None:
             raise ConfigurationError(f"another process learns in {str(self.versions.folder)!r}; forget there, or use another folder")
         self._end_process()
+        last = max(self.versions.numbers()[-1], self.buffer["published"], self.buffer["unusable"])
         self.versions.clear()
         self.buffer.clear()
-        self.buffer["published"] = 0
+        self.buffer["published"], self.buffer["unusable"] = 0, last  # no number is used twice: others may have a version of that number
         self.collector.reset()
         self._ends = 0
 
     def close(self) -> None:
+        self._leave_to_parent()
         self._end_process()
         self.buffer, self.leads = None, False
         self.versions.close()
@@ -379,6 +405,7 @@ class Learning:
             self._process.kill()
             self._process.wait()
             self._process = None
+            self._learners.clear()
 
     # -- what came of it ------------------------------------------------------------------------------------------------------
 

@@ -7,17 +7,19 @@ learns in a folder; the others use what it publishes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from foredraft.caching import warn_once
 from foredraft.errors import ConfigurationError
-from foredraft.files import locked, replacing
+from foredraft.files import has_locks, locked, replacing, save_tensors, unlocked
 
 ABOUT, FIRST, FROZEN, LOCK, TEXTS = "about.json", "first.safetensors", "frozen.safetensors", "lock", "texts.bin"
 
@@ -56,9 +58,9 @@ class Versions:
                 return
             if also := frozen():
                 with replacing(self.folder / FROZEN, private=True) as path:
-                    save_file({name: value.contiguous() for name, value in also.items()}, path)
+                    save_tensors({name: value.contiguous() for name, value in also.items()}, path)
             with replacing(self.folder / FIRST, private=True) as path:
-                save_file(dict(first), path)
+                save_tensors(first, path)
         except OSError as error:
             raise ConfigurationError(
                 f"what is learnt cannot be written to {str(self.folder)!r}: {error.strerror or error}; name a folder of yours, learn=FOLDER"
@@ -91,14 +93,21 @@ class Versions:
             return True
         try:
             self._lock = locked(self.folder / LOCK, wait=False)
-        except BlockingIOError:
-            return False
+        except BlockingIOError as error:
+            if has_locks(error):
+                return False
+            warn_once(f"the file system of {self.folder} has no locks: let only one process learn there")
+            self._lock = open(os.devnull, "rb")  # noqa: SIM115
         return True
 
     def close(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            unlocked(self._lock)
             self._lock = None
+
+    def leave(self) -> None:
+        """In a process that was forked: the lock is its parent's."""
+        self._lock = None
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -113,7 +122,7 @@ class Versions:
         """Keep ``weights`` as a version, and drop the oldest."""
         self._tidy()
         with replacing(self.path(number), private=True) as path:
-            save_file({name: value.contiguous() for name, value in weights.items()}, path)
+            save_tensors({name: value.contiguous() for name, value in weights.items()}, path)
         for old in self.numbers()[1 : -self.keep]:
             self.path(old).unlink(missing_ok=True)
 
