@@ -341,6 +341,15 @@ def test_a_layer_that_is_called_alone_reads_its_input_as_it_is():
     speculator.close()
 
 
+def test_a_model_that_is_packed_already_says_so():
+    model = clone(tiny())
+    first = Speculator(model, "none", execution="packed")
+    with pytest.raises(ConfigurationError, match="another Speculator has packed it"):
+        Speculator(model, "none", execution="packed")
+    first.close()
+    Speculator(model, "none", execution="packed").close()
+
+
 def test_what_can_not_be_packed_says_why():
     model = clone(tiny()).double()
     assert refusal(model) == "it has no plain linear layers in float32 or bfloat16"

@@ -218,6 +218,8 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
     if bits and NATIVE not in hints:
         how = " and ".join(", ".join(WORDS[each] for each in bits).rsplit(", ", 1))
         return f"its weights have {how} bits, for which there is no other layout than that of the native kernels"
+    if not packed and any(isinstance(vars(module).get("forward"), PackedForward) for module in model.modules()):
+        return "another Speculator has packed it; close() that one first"
     if not packed:
         return "it has no plain linear layers in float32 or bfloat16"
     if set(hints) == {NATIVE} and all(int(module.in_features) % UNIT for module in packed):  # type: ignore[arg-type]
