@@ -214,13 +214,16 @@ def test_whoever_iterates_over_a_streamer_is_not_left_waiting_when_the_call_fail
     attached(model)
     raised = []
     monkeypatch.setattr(threading, "excepthook", lambda failed: raised.append(str(failed.exc_value)))
-    for wrong in ({"num_beams": 2}, {"stopping_criteria": [Failing()]}):
+    for wrong in ({"num_beams": 2}, {"stopping_criteria": [Failing()]}, {}):
+        if not wrong:
+            model.model.extra = torch.nn.Dropout(0.5)
+            model.train()
         streamer = TextIteratorStreamer(tokenizer, timeout=20)
         thread = threading.Thread(target=model.generate, kwargs={**padded(ROWS[:1]), **GREEDY, **wrong, "streamer": streamer})
         thread.start()
         list(streamer)  # it ends, or raises Empty after its 20 seconds
         thread.join()
-    assert "num_beams=2" in raised[0] and raised[1] == "a criterion failed"
+    assert "num_beams=2" in raised[0] and raised[1] == "a criterion failed" and "dropout (0.5)" in raised[2]
 
 
 # -- attach and detach ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativePass
 from foredraft.backends.native_growth import Draws
 from foredraft.backends.products import NATIVE, ONEDNN, Product
+from foredraft.errors import notice
 from foredraft.logits.penalties import LogitBias
 
 ROWS = repetitive((23, 9, 15))
@@ -167,6 +169,15 @@ def test_a_streamer_ends_however_its_call_does():
     for _ in speculator.stream(**padded(ROWS[:1]), **GREEDY, streamer=collector):
         pass
     assert collector.ended == 3
+
+
+def test_where_warnings_are_errors_no_round_ends_by_one(caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        notice("this machine is busy")
+    assert "this machine is busy" in caplog.text
+    with pytest.warns(UserWarning, match="busy"):
+        notice("this machine is busy")
 
 
 def test_a_padding_token_beyond_the_vocabulary():

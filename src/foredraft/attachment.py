@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from types import MethodType
@@ -15,7 +16,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.models.changes import ModelState, dropout_of
 from foredraft.models.support import unwrap
-from foredraft.speculator import Speculator, begin
+from foredraft.speculator import Speculator, begin, ending
 from foredraft.stats import Stats
 
 
@@ -90,7 +91,9 @@ class Attached:
         base = self.speculator.target.model
         if base is not self._model:  # PEFT's wrapper hands on its own, too
             base.generation_config = self._model.generation_config
-        with self._evaluation:
+        with ExitStack() as inside:
+            with ending(given.get("streamer")):
+                inside.enter_context(self._evaluation)
             try:
                 run = begin(self.speculator, as_asked=True, **given)
             except ConfigurationError as error:

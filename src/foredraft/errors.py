@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,3 +87,11 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, output: Any):
         super().__init__("interrupted; .output holds what was done until then")
         self.output = output
+
+
+def notice(message: str) -> None:
+    """A warning in the middle of a round. Where warnings are errors, it is logged: the round must not end by it."""
+    try:
+        warnings.warn(message, stacklevel=3)
+    except Warning:
+        logging.getLogger("foredraft").warning(message)

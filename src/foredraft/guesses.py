@@ -5,13 +5,13 @@ The loop asks a row's guesses before it asks the drafter. They are drafted as a 
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+from foredraft.errors import notice
 from foredraft.grammars import Compiled, Grammar
 
 SIZES = (3, 2, 1)  # tokens by which a prediction finds its place again, the longest match first
@@ -134,7 +134,7 @@ class RowGuesses:
                 tokens = list(guess.after(ids, prompt_length)[:limit])
             except Exception as error:  # it may be the user's
                 self.guesses.remove(guess)
-                warnings.warn(f"the guess {guess!r} raised {error!r}; the row goes on without it, with the same text", stacklevel=2)
+                notice(f"the guess {guess!r} raised {error!r}; the row goes on without it, with the same text")
                 continue
             unknown = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
             if tokens[:unknown]:

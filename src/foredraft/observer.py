@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.errors import notice
 from foredraft.logits.sampler import Sampler
 from foredraft.outcome import Outcome
 from foredraft.planning import Planner, Round
@@ -39,10 +39,9 @@ class Contention:
         share, self.clock, self.processor = self.processor / self.clock, 0.0, 0.0
         if share < self.SHARE:
             self.said = True
-            warnings.warn(
+            notice(
                 f"this machine is busy: the thread that decodes got {share:.0%} of a core, so a pass takes about "
-                f"{1 / max(share, 0.01):.1f} times as long as on a quiet machine; stop other work, or take times measured now with care",
-                stacklevel=2,
+                f"{1 / max(share, 0.01):.1f} times as long as on a quiet machine; stop other work, or take times measured now with care"
             )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ from foredraft.admission import Admission
 from foredraft.checks import NotFiniteError
 from foredraft.device import host_by_default
 from foredraft.drafters.base import Drafter
-from foredraft.errors import ConfigurationError, ForedraftError
+from foredraft.errors import ConfigurationError, ForedraftError, notice
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.models.encoder_decoder import check_source
@@ -347,9 +346,7 @@ class Session:
         trained = self.target.trained
         if trained is not None and not self.target.outgrown and any(len(row.ids) > trained for row in self.rows):
             self.target.outgrown = True
-            warnings.warn(
-                f"the model was trained for {trained} tokens; a longer text goes on, as in transformers, but may become worse", stacklevel=2
-            )
+            notice(f"the model was trained for {trained} tokens; a longer text goes on, as in transformers, but may become worse")
 
     def _set_aside(self, rows: Sequence[SessionRow]) -> None:
         """These rows wait, without their pages, until there is room to read them again."""
