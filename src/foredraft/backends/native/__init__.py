@@ -453,9 +453,14 @@ def cpu_flags() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def _temporary() -> str:
     """A folder that others cannot read, removed when the process ends, and not when one that it has forked does."""
-    folder, process = tempfile.mkdtemp(prefix="foredraft-kernels-"), os.getpid()
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+    folder = tempfile.mkdtemp(prefix="foredraft-kernels-")
+    atexit.register(_remove, folder, os.getpid())
     return folder
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _key(compiler: str, flags: list[str]) -> str:
