@@ -223,7 +223,7 @@ def test_whoever_iterates_over_a_streamer_is_not_left_waiting_when_the_call_fail
         thread.start()
         list(streamer)  # it ends, or raises Empty after its 20 seconds
         thread.join()
-    assert "num_beams=2" in raised[0] and raised[1] == "a criterion failed" and "dropout (0.5)" in raised[2]
+    assert "num_beams=2" in raised[0] and raised[1] == "a criterion failed" and "has dropout (p=0.5)" in raised[2]
 
 
 # -- attach and detach ------------------------------------------------------------------------------------------------------

@@ -106,10 +106,9 @@ class HeadDrafter(LearningDrafter):
             self.learning = learning_of_head(head, target, self.learn)
 
     def rewrite(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, weight in self.head.named_parameters():
-                with torch.inference_mode(weight.is_inference()):
-                    weight.copy_(weights[name])
+        for name, weight in self.head.named_parameters():
+            with torch.inference_mode(weight.is_inference()), torch.no_grad():
+                weight.copy_(weights[name])
 
     def _adopt(self, head: VocabularyHead) -> None:
         """Draft with ``head`` as it is."""

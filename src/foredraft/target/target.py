@@ -425,7 +425,7 @@ class Target(Passes):
         with self.unpacked():
             parameters = dict(self.model.named_parameters())
             for name, numbers in weights.items():
-                with torch.inference_mode(parameters[name].is_inference()):
+                with torch.inference_mode(parameters[name].is_inference()), torch.no_grad():
                     parameters[name].copy_(numbers)
         self._state.mark("weights")
         self._state.note()
