@@ -85,7 +85,7 @@ def check_syntax(tokenizer: Any, template: str) -> None:
         raise ConfigurationError(
             f"the chat template given cannot be read, line {error.lineno}: {error.message}; correct it there"
         ) from error
-    except Exception:
+    except Exception:  # a template may refuse this conversation and take others
         return
 
 
