@@ -29,6 +29,7 @@ MOST = {LOOP: 3.0, ONE: 5.0, TWO: 5.0}  # times as long as on a quiet machine
 BUILD, DEMO = 3.0, 90.0  # times as long; seconds
 STARTING = 4.0  # seconds that the other work takes to begin
 SINGLE = "foredraft, one thread"
+DECODED = "a token, decoded plainly"
 PROMPT = list(range(5, 37))
 
 
@@ -51,7 +52,8 @@ class Settings(PeerSettings):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of one thing of one side: a pass ("1 node", "8 nodes"), "build" or "demo"; of passes the mean of a turn."""
+    """Seconds of one thing of one side: a pass ("1 node", "8 nodes"), a token of plain decoding, "build" or "demo"; of passes the mean of a
+    turn."""
 
     state: str
     what: str
@@ -122,8 +124,7 @@ class Busy(Suite[Settings]):
             how = {"mode": "plain", "length": 0, "ngram": 0, "options": {}, "dtype": settings.dtype}
             process.ask("load", limit=limit, name="plain", checkpoint=path, draft=None, **how)
             seconds = time.perf_counter() - begin
-            if name != FOREDRAFT:
-                self._decoded(process)  # to warm up
+            self._decoded(process)  # to warm up
         except PeerError:
             process.close()
             raise
@@ -139,10 +140,8 @@ class Busy(Suite[Settings]):
         settings = self.settings
         for side in turned(list(running), turn):
             with self._attempt(side, state):
-                if side not in (FOREDRAFT, SINGLE):
-                    self.measurements.append(Measurement(state, label(1), side, turn, self._decoded(running[side])))
-                    continue
-                for nodes in settings.sizes:
+                self.measurements.append(Measurement(state, DECODED, side, turn, self._decoded(running[side])))
+                for nodes in settings.sizes if side in (FOREDRAFT, SINGLE) else ():
                     given = {"nodes": nodes, "seconds": settings.seconds}
                     seconds = running[side].ask("passes", limit=settings.timeout + settings.seconds, name="plain", **given)
                     self.measurements.append(Measurement(state, label(nodes), side, turn, float(seconds)))
@@ -194,7 +193,7 @@ class Busy(Suite[Settings]):
                 found.append(Figure(f"{what}, {state}: times as long as quiet", self.ratio(own, (QUIET, what, FOREDRAFT)), high=most))
                 found.append(Figure(f"{what}, {state}: speed over one thread's", self.ratio((state, what, SINGLE), own), low=0.9))
             found += [
-                Figure(f"{state}: speed over {peer}'s", self.ratio((state, label(1), peer), (state, label(1), FOREDRAFT)), low=1.0)
+                Figure(f"{state}: speed over {peer}'s", self.ratio((state, DECODED, peer), (state, DECODED, FOREDRAFT)), low=1.0)
                 for peer in peers
             ]
             building = self.ratio((state, "build", FOREDRAFT), (QUIET, "build", FOREDRAFT))
@@ -203,7 +202,7 @@ class Busy(Suite[Settings]):
 
     def tables(self) -> list[Table]:
         lines = []
-        whats = [(label(nodes), 1e3) for nodes in self.settings.sizes] + [("build", 1.0), ("demo", 1.0)]
+        whats = [(label(nodes), 1e3) for nodes in self.settings.sizes] + [(DECODED, 1e3), ("build", 1.0), ("demo", 1.0)]
         for what, scale in whats:
             for side in self.sides:
                 spreads = [self.of(state, what, side) for state in STATES]
@@ -221,7 +220,8 @@ class Busy(Suite[Settings]):
         settings = self.settings
         return [
             f"{settings.target}, {settings.dtype}. Medians of {settings.turns} turns with the extremes in brackets; a turn is the mean "
-            f"over {settings.seconds:g} s of passes, or {settings.tokens} tokens of a peer's plain decoding with its prompt.",
+            f"over {settings.seconds:g} s of passes, or {settings.tokens} tokens of plain decoding with their prompt; sides are "
+            "compared by the latter.",
             "A torch loop multiplies matrices with two threads. All other work runs in sessions of its own.",
             f"Load averages at the beginning of the turns: {'; '.join(' '.join(each.split()[:3]) for each in self.loads)}. What was above "
             "the suite's own work came from others, so that no state was quieter than that.",

@@ -141,8 +141,8 @@ def main() -> None:
         passes = [sum(pair[side][0] for pair in calls[name]) / sum(pair[side][3] for pair in calls[name]) for side in (0, 1)]
         rate = statistics.median(old for old, _ in rates)
         lines.append(f"| {name} | {middle:.3f} | {low:.3f}–{high:.3f} | {rate:.1f} | {passes[0]:.2f} {passes[1]:.2f} |")
-    pooled = [new[0] / new[which] / (old[0] / old[which]) for name in names for old, new in calls[name]]
-    middle, low, high = interval(pooled)
+    turns = zip(*([new[0] / new[which] / (old[0] / old[which]) for old, new in calls[name]] for name in names))
+    middle, low, high = interval([statistics.median(turn) for turn in turns])  # what a turn's cells share is not independent
     lines.append(f"| all cells | {middle:.3f} | {low:.3f}–{high:.3f} | | |")
     about = f"{sides[1].commit} over {sides[0].commit}; {arguments.turns} turns; {arguments.threads} threads; "
     about += f"{'CPU seconds' if arguments.cpu else 'seconds'}; torch {version('torch')}, transformers {version('transformers')}, "

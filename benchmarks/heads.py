@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from foredraft.tree import TokenTree
 
 TOLERANCE = 0.05
+TIE = 0.25  # of a logit: two ways of rounding differ by as much in bfloat16
 SAME = 0.99  # of the drafts in float32, where only what is very close to a tie can be rounded the other way
 PEER = "vllm"
 LAYOUTS = {"medusa": "vllm", "eagle3": "speculators"}
@@ -130,7 +131,9 @@ class Compared:
         """What explains that the two counts differ, or could."""
         reasons = []
         if self.parted is not None:
-            reasons.append(f"texts differ from token {self.parted} on, a tie within {self.gap:.2g} of a logit")
+            assert self.gap is not None
+            why = "a tie" if self.gap <= TIE else "not explained: the tokens are not as likely"
+            reasons.append(f"texts differ from token {self.parted} on, {why}, {self.gap:.2g} of a logit apart")
         if self.alike < self.shared:
             reasons.append(f"{self.shared - self.alike} of {self.shared} drafts in the same place differ")
         if not reasons and self.ours.rounds != self.theirs.rounds:
@@ -231,9 +234,9 @@ class Heads(Suite[Settings]):
         for case in self.cases:
             mine = found.get(case.name)
             name = f"{case.name}: acceptance length in vLLM beside ours"
-            figures.append(Figure(name, apart(mine) if mine else None, high=TOLERANCE, noise=True))
+            figures.append(Figure(name, apart(mine) if mine else None, high=TOLERANCE))
             if case.dtype == "float32":
-                figures.append(Figure(f"{case.name}: drafts that are the same", alike(mine) if mine else None, low=SAME, noise=True))
+                figures.append(Figure(f"{case.name}: drafts that are the same", alike(mine) if mine else None, low=SAME))
         return figures
 
     def tables(self) -> list[Table]:
@@ -311,7 +314,7 @@ def compared(case: Case, prompt: str, ids: Sequence[int], model: PreTrainedModel
 
 def _agree(ours: Sequence[int], theirs: Sequence[int]) -> bool:
     """At the end of a row we draft no more than there is room for, so that only what both drafted counts."""
-    return all(one == other for one, other in zip(ours, theirs))
+    return bool(ours) == bool(theirs) and all(one == other for one, other in zip(ours, theirs))
 
 
 @torch.inference_mode()

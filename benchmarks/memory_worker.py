@@ -243,8 +243,9 @@ class Worker:
         return {"rows": sum(live) / len(live), "most": max(live), "set_aside": session.memory.set_aside}
 
     def churn(self, requests: int, settled: int) -> dict[str, Any]:
-        """Requests of random length that arrive and leave: pages and resident size after the first ``settled``, and at the end."""
-        speculator = self.speculator(cache_memory="32MiB")
+        """Requests of random length that arrive and leave: pages and resident size after the first ``settled``, and at the end. The first
+        fill the cache, which then keeps as much of finished texts as it may."""
+        speculator = self.speculator(cache_memory="16MiB")
         session, chance, marks = speculator.session(), random.Random(8), []
         for index in range(requests):
             session.add(self.text(chance.randint(1, 400), index), self.row(chance.randint(1, 12), index))

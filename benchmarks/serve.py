@@ -31,7 +31,7 @@ from foredraft.errors import ConfigurationError
 PROMPTS = Path(__file__).with_name("serve_prompts.jsonl")
 DIRECT = "session"
 CLIENTS = (1, 4, 16)
-ALIKE = ("device", "threads", "target", "draft", "dtype", "length", "tokens", "prompts")  # settings of all records on a page
+ALIKE = ("device", "threads", "target", "draft", "drafter", "dtype", "length", "tokens", "prompts")  # settings of all records on a page
 SLOW = 0.75  # a peer's mode that is slower than this share of its best one in the warm-up can not be its best
 
 
@@ -285,7 +285,8 @@ class Serve(Suite[ServeSettings]):
         settings = self.settings
         return [
             f"{settings.target} in {settings.dtype}, draft {settings.draft} where a server takes one ({settings.length} tokens a round at "
-            f"peers), {settings.tokens} tokens out, prompts in benchmarks/serve_prompts.jsonl: half are to copy, half are free.",
+            f"peers; ours has {settings.ours}), {settings.tokens} tokens out, "
+            "prompts in benchmarks/serve_prompts.jsonl: half are to copy, half are free.",
             "All servers are loaded; one runs at a time and the others are stopped. Each cell begins with a run of a quarter of the "
             "tokens that does not count, then the servers take turns. The load tool is one process; a column has its CPU time.",
             "A peer's best mode in each cell is the one with the highest median; one that is slower than 0.75 of another in the "
@@ -313,7 +314,7 @@ class Direct:
     """The process of ``serve_session.py``."""
 
     def __init__(self, settings: ServeSettings):
-        given = {"target": settings.target, "draft": settings.draft, "dtype": settings.dtype, "threads": settings.threads}
+        given = {"target": settings.target, "drafter": settings.ours, "dtype": settings.dtype, "threads": settings.threads}
         command = [sys.executable, "-m", "benchmarks.serve_session"]
         alike = {**variables(FOREDRAFT, settings.peers_folder), **with_threads(FOREDRAFT, settings.threads)}  # as the server has them
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -17,6 +17,7 @@ FIGURES = ("throughput", "session", "speculation", "latency", "join", "overload"
 class ServeSettings(PeerSettings):
     target: str = option("zoo:python-300m", "The target.")
     draft: str = option("zoo:python-1m", "The draft model, wherever a server takes one.")
+    drafter: str = option("", "The drafter of foredraft serve; the draft model unless given.")
     dtype: str = option("bfloat16", "Of the weights.")
     length: int = option(5, "Drafted tokens per round of peers; ours plans.", least=1)
     only: tuple[str, ...] = option(SIDES, f"A side: {', '.join(SIDES)}.")
@@ -30,6 +31,11 @@ class ServeSettings(PeerSettings):
     flags: str = option("", "Further flags of foredraft serve.")
     fastest: str = option("", "Flags of foredraft serve for the fastest layout, which the deterministic one is compared with.")
     earlier: Path | None = option(None, "NAME.json.gz of an earlier run, whose records are kept.", place=True)
+
+    @property
+    def ours(self) -> str:
+        """The drafter of our server."""
+        return self.drafter or f"draft-model:{self.draft}"
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Server:
     def _ours(self, mode: str) -> list[str]:
         settings = self.settings
         flags = settings.fastest.split() if mode == "fastest" else settings.flags.split()
-        command = [sys.executable, "-m", "foredraft", "serve", settings.target, "--drafter", f"draft-model:{settings.draft}"]
+        command = [sys.executable, "-m", "foredraft", "serve", settings.target, "--drafter", settings.ours]
         command += ["--dtype", settings.dtype, "--threads", str(settings.threads), "--max-rows", str(ROWS), "--no-page"]
         return [*command, "--port", str(self.port), *flags]
 

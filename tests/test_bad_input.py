@@ -25,6 +25,7 @@ from foredraft import (
     drafters,
     rules,
 )
+from foredraft.device import default_device
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner
@@ -719,3 +720,21 @@ def test_a_chain_with_a_hole():
 def test_scores_that_the_temperature_blew_up():
     with pytest.raises(TargetOutputError, match=r"infinite or NaN.*temperature too small"):
         generate(Speculator(tiny(), drafter="none"), ROWS, max_new_tokens=NEW, do_sample=True, temperature=1e-40)
+
+
+def test_a_wrapped_draft_model_and_the_configuration_of_a_wrapper():
+    from peft import LoraConfig, get_peft_model
+    from transformers import GenerationConfig
+
+    def wrapped():
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        return get_peft_model(clone(tiny()), config).eval()
+
+    speculator = Speculator(wrapped(), wrapped(), shape="chain(2)")
+    speculator.model.generation_config = GenerationConfig(max_new_tokens=3, pad_token_id=PAD, do_sample=False)
+    assert speculator.drafter.name == "draft-model"
+    assert len(added(speculator.generate(**padded(ROWS[:1])), len(ROWS[0]))[0]) == 3
+
+
+def test_a_model_of_the_zoo_goes_to_the_device_that_is_there():
+    assert Speculator("zoo:python-1m", "none", device="auto", self_test=False).target.device == torch.empty(()).to(default_device()).device

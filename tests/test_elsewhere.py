@@ -83,3 +83,24 @@ def test_a_compiler_that_torch_cannot_use_is_a_reason(monkeypatch):
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", refused)
     assert "needs a C++ compiler" in (compilation._no_compiler() or "")
+
+
+@pytest.mark.parametrize(
+    ("named", "parts"),
+    [
+        ("org/Model-GGUF/Q4_K_M/model.gguf", ("org/Model-GGUF", "Q4_K_M/model.gguf")),
+        ("org/Model-GGUF/model.gguf", ("org/Model-GGUF", "model.gguf")),
+        ("./a/b/c/model.gguf", ("./a/b/c", "model.gguf")),
+        ("/a/b/c/model.gguf", ("/a/b/c", "model.gguf")),
+        ("model.gguf", (".", "model.gguf")),
+        ("org/model", ("org/model", None)),
+    ],
+)
+def test_a_gguf_file_may_stand_in_a_folder_of_a_repository(named, parts):
+    assert hub.parted(named) == parts
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfdef f():")
+    assert files.read_text(path) == "def f():"

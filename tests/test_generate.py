@@ -670,3 +670,32 @@ def test_statistics_of_a_known_pattern():
 def test_plain_decoding_keeps_one_token_a_pass():
     stats = plain().generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD).stats
     assert stats.acceptance_length == 1.0 and stats.drafted == stats.accepted == 0 and stats.target_passes == NEW
+
+
+def test_vectors_of_rejected_tokens_are_not_kept():
+    """A view of a round's vectors would keep all of them."""
+    run = Speculator(tiny(), make_drafter("draft-model"), shape="chain(4)").session(record=("scores",))
+    slot = run.add(ROWS[0], foredraft.RowParameters(max_new_tokens=NEW))
+    while run.live:
+        rows = list(run.rows)
+        run.step()
+    assert run.stats.drafted > run.stats.accepted > 0 and slot == rows[0].slot
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in rows[0].scores)
+
+
+def test_a_closed_speculator_is_refused():
+    speculator = Speculator(clone(tiny()), "none")
+    speculator.close()
+    speculator.close()
+    with pytest.raises(ConfigurationError, match="was closed; make a new one"):
+        speculator.generate(**padded(ROWS[:1]), max_new_tokens=2, pad_token_id=PAD)
+
+
+def test_after_a_model_that_is_refused_the_function_serves_the_one_before():
+    decode, options = foredraft.custom_generate("prompt-lookup"), {**padded(ROWS[:1]), "max_new_tokens": NEW, "pad_token_id": PAD}
+    model, other = clone(tiny()), clone(tiny())
+    wanted = model.generate(**options, custom_generate=decode)
+    other.forward = None
+    with pytest.raises(Exception):  # noqa: B017 - whatever a broken model raises
+        other.generate(**options, custom_generate=decode)
+    assert torch.equal(model.generate(**options, custom_generate=decode), wanted)

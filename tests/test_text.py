@@ -170,3 +170,9 @@ def test_the_long_form_on_request():
     assert "seconds: {" in stats.details() and "drafted_by_depth" in stats.details() and "drafted_by_depth" not in repr(stats)
     assert "dtype: torch.float32" in small.details() and "execution: " in small.details()
     assert "proposals" in small.drafter.details() and "proposals" in small.rule.details()
+
+
+def test_a_stream_of_text_is_one_text():
+    with pytest.raises(ConfigurationError, match="stream_text writes one text"):
+        speculator().stream_text(PROMPT, do_sample=True, num_return_sequences=2, max_new_tokens=4)
+    assert "".join(speculator().stream_text(PROMPT, max_new_tokens=4))

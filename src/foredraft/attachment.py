@@ -88,9 +88,6 @@ class Attached:
     def __call__(self, *args: Any, **arguments: Any) -> Any:
         given = self.__signature__.bind(*args, **arguments).arguments
         given |= given.pop("kwargs", {})
-        base = self.speculator.target.model
-        if base is not self._model:  # PEFT's wrapper hands on its own, too
-            base.generation_config = self._model.generation_config
         with ExitStack() as inside:
             with ending(given.get("streamer")):
                 inside.enter_context(self._evaluation)

@@ -25,7 +25,8 @@ def choose_drafter(drafter: Drafter | PreTrainedModel | str, options: dict[str, 
     """
     if isinstance(drafter, str):
         return drafters.create(drafter, options)
-    if isinstance(drafter, PreTrainedModel):
+    wrapped = hasattr(drafter, "get_base_model") or hasattr(drafter, "_orig_mod")  # by PEFT, by torch.compile
+    if isinstance(drafter, PreTrainedModel) or wrapped:
         return drafters.create("draft-model", {"source": drafter, **(options or {})})
     if not isinstance(drafter, Drafter):
         raise ConfigurationError(f"drafter must be a Drafter, a model, a name or 'NAME:SOURCE', got {type(drafter).__name__}")

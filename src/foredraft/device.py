@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,3 +147,8 @@ def free_memory_of(device: torch.device) -> int | None:
 def _numbers(path: Path) -> dict[str, int]:
     """What Linux lists in a file, a name and a number per line."""
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
+
+
+def spread(model: Any) -> bool:
+    """Whether a device map has put ``model`` on several devices."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1

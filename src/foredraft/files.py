@@ -124,11 +124,13 @@ def read_text(path: Path) -> str:
 
 
 def decoded(data: bytes, where: str) -> str:
-    """Raises:
-    ConfigurationError: ``data`` is not UTF-8.
+    """The text, without the byte order mark that some editors begin with.
+
+    Raises:
+        ConfigurationError: ``data`` is not UTF-8.
     """
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 

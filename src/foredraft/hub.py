@@ -29,7 +29,11 @@ def parted(source: str) -> tuple[str, str | None]:
     """A path or a hub id, and the name of the GGUF file there that ``source`` names, or None."""
     if not source.endswith(".gguf"):
         return source, None
-    folder, _, name = source.replace(os.sep, "/").rpartition("/")
+    plain = source.replace(os.sep, "/")
+    folder, _, name = plain.rpartition("/")
+    parts = plain.split("/")
+    if len(parts) > 3 and not plain.startswith((".", "/", "~")) and not Path(folder).is_dir():  # in a folder of a hub repository
+        return "/".join(parts[:2]), "/".join(parts[2:])
     return folder or ".", name
 
 

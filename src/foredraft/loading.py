@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft import hub, zoo
+from foredraft.device import default_device
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.quantization import (
     already_quantized,
@@ -60,6 +61,7 @@ def load_model(
     if not encoders:
         hub.check_decoder(source, config)
     if source.startswith(zoo.PREFIX):
+        device = default_device() if device == "auto" else device  # there is nothing to spread
         if quantization is None:
             return zoo.load(source, dtype=parse_dtype(dtype), device=device)
         embedded = zoo.load(source, dtype=parse_dtype(dtype))

@@ -304,8 +304,8 @@ class Loop:
         """Append to every row what it keeps."""
         failed = failures(rows, draft.tree, outcome, self.drafter.name, self.target.vocab_size)
         for name, vectors in outcome.vectors.items():  # along whole paths, cut below to what is returned
-            for row, along in zip(rows, vectors):
-                getattr(row, name).extend(along.split(1))
+            for row, along, kept in zip(rows, vectors, outcome.rows):  # copies: a view would hold all of the round's vectors
+                getattr(row, name).extend(each.clone() for each in along[: kept.accepted + 1].split(1))
         commits = []
         for index, (row, kept) in enumerate(zip(rows, outcome.rows)):
             if (failure := failed[index]) is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.admission import Admission
 from foredraft.checks import NotFiniteError
-from foredraft.device import host_by_default
+from foredraft.device import host_by_default, wait_for
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError, notice
 from foredraft.logits.logprobs import check_logprobs
@@ -294,7 +294,7 @@ class Session:
             commits = self._join(joining)
         elif self.rows:
             begin = time.perf_counter()
-            commits = self.loop.round(self.rows, together=not self._joined)
+            commits = self.loop.round(self.rows, together=not (self._joined or self.waiting))
             self._round = time.perf_counter() - begin
         else:
             return []
@@ -323,6 +323,7 @@ class Session:
         if not found:
             begin = time.perf_counter()
             self.loop.read_piece(rows[0], allowed, first=len(self.rows))
+            wait_for(self.target.device)
             self._read_rate = allowed / (time.perf_counter() - begin)
         return found
 
@@ -337,6 +338,7 @@ class Session:
         if not self.rows:
             self.observer.prepared(self.planner.prepare(self.target, self.drafter, len(rows)))
         first = len(self.rows)
+        self._joined = self._joined or bool(first)  # of a call's rows, those that waited for memory
         self.rows += rows
         self.loop.committed.clear()
         return self.loop.first_tokens(rows, [row.ids for row in rows], first=first)

@@ -162,7 +162,7 @@ class Speculator(TextInterface, Described):
             raise ConfigurationError("dtype, device and gguf_file say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
         parse_memory(cache_memory)
-        self.wait = wait
+        self.wait, self._closed = wait, False
         self.drafter = choose_drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
             wanted = TreeShape.chain(0)
@@ -267,7 +267,13 @@ class Speculator(TextInterface, Described):
 
     def session(self, *, repeatable: bool = False, **options: Any) -> Session:
         """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows. If it is
-        ``repeatable``, ``rule="auto"`` means ``match``, so that the text of a row depends on its seed alone."""
+        ``repeatable``, ``rule="auto"`` means ``match``, so that the text of a row depends on its seed alone.
+
+        Raises:
+            ConfigurationError: it was closed.
+        """
+        if self._closed:
+            raise ConfigurationError("this Speculator was closed; make a new one")
         options = {"wait": self.wait, **options}
         rule, proposal = self._seeded if repeatable else (self.rule, self.proposal)
         return Session(self.target, self.drafter, rule, proposal=proposal, planner=self.planner, **options)
@@ -291,6 +297,7 @@ class Speculator(TextInterface, Described):
             BusyError: another thread is using the Speculator or a model of it.
         """
         with turn_of(self.target, self.drafter, wait=self.wait), host_by_default(self.target.device):
+            self._closed = True
             self.target.owner = None
             self.drafter.reset()
             self.target.close()
@@ -431,6 +438,9 @@ def begin(
     **arguments: Any,
 ) -> Run | Windows:
     """A call of ``generate``, prepared; ``as_asked`` for what ``model.generate`` returns."""
+    base = speculator.target.model
+    if speculator.model is not base and hasattr(speculator.model, "generation_config"):  # a PEFT wrapper hands on its own, too
+        base.generation_config = speculator.model.generation_config
     with ending(arguments.get("streamer")):
         arguments = with_grammar(speculator.model, arguments, lambda: speculator.tokenizer)
         if own_generate(speculator.target.model):
@@ -507,7 +517,8 @@ def custom_generate(
             prepared = Prepared.of(model, input_ids, seed=seed, **given).as_asked()
             if speculator is None or speculator.model is not model:
                 if speculator is not None:
-                    speculator.close()
+                    before, speculator = speculator, None
+                    before.close()
                 speculator = Speculator(model, drafter, **options)
             run = Run(speculator, prepared)
         return run.finish_as_asked()

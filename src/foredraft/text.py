@@ -181,7 +181,11 @@ class TextInterface:
             raise ConfigurationError("stream_text takes one prompt; use stream for a batch")
         ids = encode(self.tokenizer, prompt, name_of(self.model))
         detokenizer = Detokenizer(self.tokenizer, text_before(self.model, ids))
-        return TextStream(self.stream(**self._arguments([ids], arguments)), detokenizer)  # type: ignore[attr-defined]
+        stream = self.stream(**self._arguments([ids], arguments))  # type: ignore[attr-defined]
+        if len(stream.stats.rows) > 1:
+            stream.close()
+            raise ConfigurationError("stream_text writes one text; leave num_return_sequences out, or use stream")
+        return TextStream(stream, detokenizer)
 
     def _arguments(self, rows: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
         return {**padded(self.model, rows, self.tokenizer), "tokenizer": self.tokenizer, **with_limit(self.model.generation_config, given)}

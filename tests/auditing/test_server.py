@@ -18,10 +18,11 @@ from foredraft import ConfigurationError, ExactnessError
 from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server, repeating, samples
 from foredraft.auditing.server.abilities import Abilities, find
 from foredraft.auditing.server.answers import Answer, Request, answers
-from foredraft.auditing.server.client import Client, ServerError
-from foredraft.auditing.server.contents import counts, shorter
+from foredraft.auditing.server.client import Client, ServerError, events
+from foredraft.auditing.server.contents import counts, readable, shorter
 from foredraft.auditing.server.plan import Plan
 from foredraft.cli import app
+from foredraft.serving.sse import data
 
 PROMPTS = ["Tell me about cats", "The mat was blue and"]
 SMALL: dict[str, Any] = {"prompts": PROMPTS[:1], "max_new_tokens": 24, "samples": 40}
@@ -375,3 +376,17 @@ def test_what_cannot_work_is_refused(arguments: list[str], message: str):
     result = command(*arguments)
     assert result.exit_code == 2 and "error: " in result.stderr
     assert message in result.stderr or (message == "--shape, --rule" and "--rule, --shape" in result.stderr)
+
+
+def test_parts_of_characters_are_no_text():
+    """As vLLM and Foredraft name them."""
+    tokens = [SimpleNamespace(text=text) for text in ("a", "bytes:\\xf0\\x9f", "bytes:\\x98\\x80")]
+    answer = SimpleNamespace(tokens=tokens, text="a\U0001f600", request=SimpleNamespace(extra={}))
+    assert not readable(answer) and readable(SimpleNamespace(**{**vars(answer), "tokens": tokens[:1], "text": "a"}))  # type: ignore[arg-type]
+
+
+def test_a_chunk_is_cut_at_line_feeds_alone():
+    said = [{"text": "a\u2028b\u0085c"}, {"text": "d"}]
+    body = "".join(f"data: {json.dumps(each, ensure_ascii=False)}\r\n\r\n" for each in said) + "data: [DONE]\n\n"
+    assert list(events(httpx.Response(200, content=body.encode()))) == said
+    assert "\u2028" not in data(said[0]).decode() and json.loads(data(said[0])[6:]) == said[0]

@@ -17,7 +17,8 @@ def test_its_figures_compare_turn_by_turn():
             run.measurements.append(
                 busy.Measurement(state, "1 node", busy.SINGLE, turn, slow * times * (0.5 if state == busy.TWO else 2.0))
             )
-            run.measurements.append(busy.Measurement(state, "1 node", "openvino", turn, slow * 2.5))
+            run.measurements.append(busy.Measurement(state, busy.DECODED, "openvino", turn, slow * 2.5))
+            run.measurements.append(busy.Measurement(state, busy.DECODED, "foredraft", turn, slow * times))
     found = {figure.name: (figure.spread and figure.spread.median, figure.verdict) for figure in run.figures()}
     assert found["1 node, one busy loop: times as long as quiet"] == (2.0, "met")
     assert found["1 node, two torch loops: times as long as quiet"] == (6.0, "missed")

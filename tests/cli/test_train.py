@@ -81,6 +81,8 @@ def test_a_changed_target_is_stored_and_said(place, tmp_path, backbone, file):
         (("--head-option", "heads"), "--head-option takes KEY=VALUE"),
         (("--precision", "int4"), "unknown precision"),
         (("--backbone", "some"), "unknown backbone"),
+        (("--backbone-rate", "1e-5"), "--backbone-rate is for --backbone lora or full; pass that, or leave it out"),
+        (("--backbone", "full", "--lora-rank", "4"), "--lora-rank is for --backbone lora; pass that, or leave it out"),
         (("--held-out-data", "/nowhere"), "holds no data"),
         (("--data", "/nowhere"), "holds no data"),
     ],

@@ -32,6 +32,7 @@ CANDIDATE = Candidate(
     low=1.3,
     high=1.45,
     acceptance_length=2.2,
+    batches=2,
 )
 
 
@@ -110,11 +111,12 @@ def test_the_answer_says_what_to_write_how_much_it_gains_and_how_sure_that_is():
     command, python, gain, sure = said(CANDIDATE, dtype="bfloat16", threads=2)
     assert command == (
         "write   foredraft generate --target org/model --drafter draft-model:small --shape 'chain(3)' "
-        '--dtype bfloat16 --threads 2 "PROMPT"'
+        '--dtype bfloat16 --temperature 0 --threads 2 "PROMPT"'
     )
     assert python.strip() == 'foredraft.Speculator("org/model", drafter="draft-model:small", shape="chain(3)", dtype="bfloat16")'
     assert gain == "gain    1.38× plain decoding, 95 % interval 1.30 to 1.45" and sure == "sure    yes"
     assert "no, the interval includes 1" in said(replace(CANDIDATE, low=0.9))[3]
+    assert "no, a single batch of texts tells nothing of others" in said(replace(CANDIDATE, batches=1))[3]
     assert "ngram may be as fast (1.34×)" in said(CANDIDATE, replace(CANDIDATE, drafter="ngram", speculative=0.0082))[3]
 
 

@@ -113,3 +113,18 @@ def test_stores_are_bounded():
     stores.of(Row("6"), shared).extend(range(6))
     kept = stores.of(Row("5"), shared)
     assert list(stores.stores) == ["5"] and len(kept) == 6, "the least recently used went, and the others with nothing before it"
+
+
+def test_no_store_of_a_row_that_lives_is_dropped():
+    """Rows take turns, so each would find its own gone; there are more than may be kept."""
+    isolated: Isolated[list[int]] = Isolated(list, len, 3)
+    rows = [StandIn(slot, [1], 9, isolation=str(slot)) for slot in range(STORES + 5)]
+    isolated.keep(rows)
+    for number in range(3):
+        for row in rows:
+            store = isolated.of(row, [])
+            assert store == list(range(number)), "it has forgotten what its row has taught it"
+            store.append(number)
+    isolated.keep(rows[:1])
+    isolated.of(rows[0], [])
+    assert list(isolated.stores) == ["0"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from drafting import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from foredraft.drafters.ngram import NGram
 from foredraft.drafters.ngram_model import NGramModel
+from foredraft.planning.costs import StandIn
 
 
 class Reference:
@@ -226,3 +230,15 @@ def test_files_of_another_kind_are_refused(tmp_path):
     save_file({"weight": np.zeros(1)}, path, {"format": "foredraft-ngram", "version": "99"})
     with pytest.raises(ValueError, match="version 99"):
         NGramModel.load(path)
+
+
+def test_learning_keeps_the_source_and_takes_tokens_that_it_does_not_know():
+    """The source has more n-grams than learning may add, and fewer tokens than the target."""
+    text = [(7 * index * index + index) % 50 for index in range(3000)]
+    source = NGramModel.from_tokens([text], 3, vocab_size=50)
+    drafter = NGram(source=source, learn=True, most=200)
+    drafter.bind(SimpleNamespace(vocab_size=64, model=None))
+    given = source.ngrams
+    row = StandIn(0, [60, 61, 62, 60, 61], 100)
+    drafter.draft(request([row], depth=2, vocabulary=64))
+    assert source.ngrams > given and drafter.draft(request([row], depth=1, vocabulary=64)).tokens[0, 1] == 62

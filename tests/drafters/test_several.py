@@ -361,3 +361,14 @@ def test_each_drafter_has_options_of_its_own():
         ConfigurationError, match=r"drafter_options=\{'source': \[\['draft-model', \{'source': ..., 'learn': ...\}\], 'suffix'\]\}"
     ):
         Speculator(tiny(), drafter="several:suffix,prompt-lookup", drafter_options={"learn": True})
+
+
+def test_a_row_that_is_to_get_no_draft_makes_nobody_be_asked():
+    first, second = Fixed([5, 6]), Fixed([7], runs_a_model=True)
+    speculator = Speculator(tiny(), drafter=Several([first, second]), shape="chain(2)")
+    session = speculator.session()
+    for most in (None, 0):
+        session.add([1, 2, 3], RowParameters(max_new_tokens=8, max_draft=most))
+    while session.live:
+        session.step()
+    assert first.asked and not second.asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -712,3 +713,12 @@ def test_a_text_as_the_source(tmp_path):
 def test_options(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Suffix(**options)
+
+
+def test_a_text_that_is_set_aside_is_stored_when_it_is_over():
+    drafter = Suffix(learn=True)
+    row = Row([1, 2, 3, 4], slot=0, prompt_length=1)
+    for reason in (None, "eos"):
+        row.stats = SimpleNamespace(finish_reason=reason)  # type: ignore[attr-defined]
+        drafter.end([row])
+        assert bool(len(drafter.store)) == (reason is not None)

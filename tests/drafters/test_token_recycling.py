@@ -366,3 +366,21 @@ def test_the_planner_sees_nodes_that_were_scored_and_hits_among_those_that_were_
     for done in rounds:
         assert done.nodes == 1 + sum(done.drafted[0])
         assert done.static_parents is None or len(done.static_parents) == done.nodes
+
+
+def test_a_row_that_failed_teaches_nothing():
+    """Its logits are zeros."""
+    drafter, row = bound(), SimpleNamespace(ids=[3, 4], slot=0)
+    tree = TokenTree.from_chain(torch.tensor([[4, 5]]))
+    for failed in (frozenset({0}), frozenset()):
+        drafter.observe([row], Feedback(tree, [0], None, torch.zeros(1, 2, 12), failed=failed))
+        assert drafter.matrix is not None and bool((drafter.matrix >= 0).any()) != bool(failed)
+
+
+def test_isolated_rows_of_another_speculator_begin_as_the_file_is():
+    drafter = bound()
+    assert drafter.matrix is not None
+    drafter.matrix[:] = 7  # it has learnt
+    drafter.bind(SimpleNamespace(vocab_size=12, device=CPU))
+    assert (drafter._matrix_of(SimpleNamespace(isolation="x")) == -1).all()  # type: ignore[arg-type]
+    assert (drafter._matrix_of(SimpleNamespace(isolation=None)) == 7).all()  # type: ignore[arg-type]

@@ -327,3 +327,12 @@ def test_texts_are_those_of_rows_without_drafts_while_memory_is_short(drafter, m
         found, held = serve(speculator, texts)
         assert found == wanted
         assert held.windows[0].held == held.held == 0 and (memory == "auto" or held.evicted + held.windows[0].evicted > 0)
+
+
+@pytest.mark.parametrize("pages", [144, 150, 160, 174])
+def test_pages_that_windows_have_moved_on_from_are_free_before_others_take_them(pages):
+    """Rows that were just read hold what no later query of theirs sees, and others join before they have a pass."""
+    (unit, _), texts = (each.page_bytes for each in kinds(build("gemma3"))), [text(900, seed) for seed in range(8)]
+    speculator = Speculator(build("gemma3"), "none", execution="eager", rule="match", cache_memory=f"{pages * min(unit, 32768)}B")
+    found, memory = serve(speculator, texts, 20)
+    assert all(len(each) == 20 for each in found) and memory is not None

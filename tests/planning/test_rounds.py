@@ -21,7 +21,7 @@ from foredraft.shapes import DynamicShape, TreeShape, depths_of
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
 MS = 1e-3
-ANY_DRAFTER = SimpleNamespace(info=SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False))
+ANY_DRAFTER = SimpleNamespace(info=SimpleNamespace(catches_up=False, whole_prompt=False, extra_nodes=0, exits=None, shares_target=False))
 Planned = Callable[["Machine"], AutomaticPlanner | FixedPlanner]
 
 
@@ -58,13 +58,15 @@ class Run:
     planner: AutomaticPlanner
     rows: int = 1
     seed: int = 0
+    prompt: int = 20
     seconds: float = 0.0
     tokens: float = 0.0
     shapes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
-        self.live = [SimpleNamespace(slot=slot, ids=[0] * 20, prompt_length=20, capacity=10**6) for slot in range(self.rows)]
+        row = {"prompt_length": self.prompt, "capacity": 10**6}
+        self.live = [SimpleNamespace(slot=slot, ids=[0] * self.prompt, **row) for slot in range(self.rows)]
         self.read = [0] * self.rows
 
     def go(self, rounds: int) -> Run:
@@ -265,8 +267,7 @@ def test_plain_rounds_are_planned_seldom_and_another_text_is_planned_at_once():
     assert 2 <= 320 - run.last(320)["chain(0)"] <= 4  # and so do they for tries
     run.go(3)
     asked.clear()
-    text = SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False)
-    planned.prepare(SimpleNamespace(ragged=True), SimpleNamespace(info=text), 1)  # type: ignore[arg-type]
+    planned.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
     run.go(1)
     assert asked["plan"] == 1
 
@@ -284,6 +285,26 @@ def test_a_cost_curve_whose_optimum_changes_is_followed():
     run.go(600)
     best = (1 + 0.75 + 0.75**2) / machine.target(3)
     assert (run.tokens - tokens) / (run.seconds - seconds) > 0.9 * best
+
+
+@pytest.mark.parametrize(("shapes", "grows"), [(CHAINS, False), (TREES, True)], ids=["chains", "grown"])
+def test_a_long_prompt_that_the_drafter_has_read_ends_no_drafting(shapes, grows: bool):
+    """It is read once, in the first draft, and takes sixteen plain rounds."""
+    machine = Machine(flat, level=0.3 * MS, missed=0.12 * MS, rates=(0.75,), grown=0.75)
+    run = Run(machine, planner(machine, shapes=shapes, grows=grows), prompt=4000).go(100)
+    first = next(index for index, shape in enumerate(run.shapes) if shape != "chain(0)")
+    assert first < 10 and run.shapes[first:].count("chain(0)") <= 2
+
+
+def test_a_prompt_that_was_read_before_the_first_round_costs_nothing_more():
+    machine = Machine(flat, level=0.3 * MS, missed=3 * MS, rates=(0.75,))
+    planned = planner(machine)
+    planned.forecaster.begin(own=False, catches_up=True, reads_prompts=True)
+    row = SimpleNamespace(slot=0, ids=[0] * 4000, prompt_length=4000, capacity=10**6)
+    assert planned.forecast([row], greedy=True).best.shape.nodes > 0
+    planned.forecaster.begin(own=False, catches_up=True)
+    planned._forecast = None
+    assert planned.forecast([row], greedy=True).best.shape.nodes == 0
 
 
 STORED = {  # what a profile says of passes with a draft, of levels and of what was missed, times what is true

@@ -438,6 +438,13 @@ ENDLESS = {
     "patterns of allOf": {"json": {"allOf": PATTERNS}},
     "patterns of anyOf": {"json": TOGETHER},
     "patterns by reference": {"json": {"$defs": {"a/b": {"allOf": PATTERNS}}, **of_property([{"$ref": "#/$defs/a~1b"}])}},
+    "patterns by places in a list": {
+        "json": {"$defs": {"p": {"anyOf": PATTERNS}}, "allOf": [{"$ref": f"#/$defs/p/anyOf/{index}"} for index in range(len(PATTERNS))]}
+    },
+    "patterns by a reference in other words": {"json": {"$defs": {"p": {"allOf": PATTERNS}}, "$ref": "#/%24defs/p"}},
+    "patterns by an anchor": {"json": {"$defs": {"p": {"$anchor": "here", "allOf": PATTERNS}}, "$ref": "#here"}},
+    "patterns by another base": {"json": {"$defs": {"p": {"$id": "http://a/b", "allOf": PATTERNS}}, "$ref": "#/$defs/p"}},
+    "terminals in Lark": {"grammar": "start: T\nT: " + " & ".join(f"/{each['pattern']}/" for each in PATTERNS)},
     "patterns of properties": {"json": {"allOf": [of_property([each]) for each in PATTERNS]}},
     "a schema as text": {"json": json.dumps({"allOf": PATTERNS})},
     "a schema in Lark": {"grammar": "start: %json " + json.dumps({"allOf": PATTERNS})},

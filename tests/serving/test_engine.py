@@ -295,6 +295,33 @@ def test_what_would_wait_for_too_long_is_refused_at_once():
     run(main())
 
 
+def test_nobody_is_refused_while_there_are_free_places():
+    """However slowly rows are done."""
+
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=4, queue_timeout=30) as engine:
+            for _ in range(3):
+                engine._rate.step(60.0, 1)
+            engine._rate.step = lambda *_: None
+            jobs = [job(Choice([0], parameters(100_000)))]
+            engine.submit(jobs[0])
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            speculator.drafter.gate.clear()  # nobody joins meanwhile
+            await asyncio.sleep(0.1)
+            for _ in range(4):
+                jobs.append(job(Choice([0], parameters(10))))
+                engine.submit(jobs[-1])
+            with pytest.raises(QueueFullError, match="1 rows are to be served before this one"):
+                engine.submit(job(Choice([0], parameters(10))))
+            speculator.drafter.gate.set()
+            for each in jobs:
+                engine.leave(each)
+
+    run(main())
+
+
 def test_draining_lets_running_jobs_end_and_tells_the_rest():
     async def main() -> None:
         speculator = table_speculator()

@@ -11,16 +11,17 @@ from itertools import product
 import httpx
 import pytest
 import torch
+from helpers import tiny
 from served import served
 
 import foredraft
-from foredraft import ConfigurationError
+from foredraft import ConfigurationError, Speculator
 from foredraft.choices import choose_rule
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
-from foredraft.serving.roll import RollRequest
+from foredraft.serving.roll import RollRequest, known_drafters
 from foredraft.serving.roll import rolled as rolled_alone
 from foredraft.serving.rolling import Roll, Rounds, play
 from foredraft.session import Session
@@ -231,5 +232,7 @@ def test_without_the_page_there_are_no_rolls():
 def test_a_drafter_that_learns_takes_no_part(speculator, monkeypatch):
     monkeypatch.setattr(type(speculator.drafter), "learnt", {"steps": 1})
     request = RollRequest(prompt="x", rule="match")
-    with pytest.raises(ConfigurationError, match="prompt-lookup, got 'own': it learns"):
+    with pytest.raises(ConfigurationError, match="prompt-lookup, got 'own': it keeps texts"):
         rolled_alone(speculator, request, IDS, 1)
+    for name in ("ngram", "token-recycling", "several:prompt-lookup,ngram"):
+        assert list(known_drafters(Speculator(tiny(), name, self_test=False))) == ["prompt-lookup"]

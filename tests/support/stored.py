@@ -38,14 +38,15 @@ def awq(codes, scale, zeros, group):
 
 
 def gptq(codes, scale, zeros, group, *, g_idx=None, first=1, bits=4):
-    """As AutoGPTQ's ``QuantLinear`` packs it: zero points less one."""
+    """As GPTQModel packs it: one is taken from every zero point of a word at once, so that a 0 borrows from its neighbour."""
     (outputs, inputs), count = codes.shape, 32 // bits
-    qweight, stored = torch.zeros(inputs // count, outputs, dtype=torch.int64), (zeros.T.long() - first) & ((1 << bits) - 1)
+    qweight, stored = torch.zeros(inputs // count, outputs, dtype=torch.int64), zeros.T.long()
     qzeros = torch.zeros(len(stored), outputs // count, dtype=torch.int64)
     for k in range(inputs):
         qweight[k // count] |= codes[:, k].long() << (bits * (k % count))
     for n in range(outputs):
         qzeros[:, n // count] |= stored[:, n] << (bits * (n % count))
+    qzeros = (qzeros - first * sum(1 << bit for bit in range(0, 32, bits))) & 0xFFFFFFFF
     found = {"qweight": signed(qweight), "qzeros": signed(qzeros), "scales": scale.T.contiguous()}
     return found | {"g_idx": torch.arange(inputs, dtype=torch.int32) // group if g_idx is None else g_idx.int()}
 
@@ -92,13 +93,14 @@ def stored(method, outputs, inputs, seed):
     g_idx = None
     made = numbers(outputs, inputs, bits=bits, group=group, seed=seed)
     codes, scale, zeros = codes_from(made.qdata, bits), (made.scale.float() * (8 if bits == 4 else 1) / 64).to(torch.float16), made.zeros
-    zeros = zeros.clamp(1, 15) if bits == 4 and "gptq" not in method else zeros.clamp(min=1)
+    zeros = zeros.clamp(0, (1 << bits) - 1)
+    if "gptq" not in method:
+        zeros = zeros.clamp(min=1)
     if method == "awq":
         parts = awq(codes, scale, zeros, group)
     elif "gptq" in method:
         if method == "gptq-ordered":
             g_idx = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) // group
-        zeros = zeros.clamp(max=16 if bits == 4 else 255)
         parts = gptq(codes, scale, zeros, group, g_idx=g_idx, first=int(bits == 4), bits=bits)
     elif method == "compressed-int8":
         parts = {

@@ -20,7 +20,7 @@ from helpers import forked, generate
 from kernel_cases import DTYPES, MODELS, TOLERANCE, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
-from foredraft import ConfigurationError, Speculator, TokenTree, caching
+from foredraft import ConfigurationError, Speculator, TokenTree, caching, zoo
 from foredraft.backends import native, packing
 from foredraft.backends.kernel_pass import NativeModel, NativePass
 from foredraft.backends.packing import HINTS
@@ -289,7 +289,7 @@ def compiled(*given, make=native._compile):
 
 
 def forget():
-    native._library.cache_clear()
+    native._known.clear()
     caching.warn_once.cache_clear()
 
 
@@ -377,7 +377,7 @@ def test_a_folder_that_cannot_be_used(spoil, message, quick, monkeypatch, caplog
     spoil(quick / "kernels", monkeypatch)
     for _ in range(2):
         assert native.refusal(torch.float32) is None
-        native._library.cache_clear()
+        native._known.clear()
     assert re.search(message, caplog.text) and len(caplog.records) == 1
     assert not (quick / "kernels").is_dir() or not list((quick / "kernels").iterdir())
 
@@ -519,3 +519,14 @@ def test_the_compiler_of_the_tests_serves_others_too(tmp_path):
     compiler, output = Path(__file__).parents[1] / "support" / "cc", tmp_path / "out"
     subprocess.run([compiler, tmp_path / "main.c", "-o", output, f"-I{tmp_path}"], check=True)
     assert output.exists()
+
+
+@needs_kernels
+def test_an_input_of_another_width_is_refused():
+    """It would be written beyond the end of the output."""
+    speculator = Speculator(zoo.load("python-1m"), "none", execution="native")
+    head = speculator.target.model.lm_head
+    for width in (256, 64):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"expected an input in .* on the CPU, \[..., 128\]"):
+            head(torch.zeros(2, width, dtype=speculator.target.model.dtype))
+    speculator.close()

@@ -109,7 +109,7 @@ def assert_alike(paged, plain, way, windows):
     for target in (paged, plain):
         target.compact([0, 2])
     before, joins = paged.layer_tokens[0], [*base[: PAGE + 7], *text(30, 9)]
-    close(*(read(target, [list(joins)]) for target in (paged, plain)))
+    alike(*(read(target, [list(joins)]) for target in (paged, plain)))
     assert windows or paged.layer_tokens[0] - before == 30
     assert paged.cache.pool.shared > 0
     rounds(paged, plain, count)

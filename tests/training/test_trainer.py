@@ -106,6 +106,11 @@ def test_a_run_is_resumed_with_the_same_settings_only(data, tmp_path):
     make_data(tmp_path / "other", seed=5)
     with pytest.raises(ConfigurationError, match=r"data was .* and is now"):
         toy(tmp_path / "other", tmp_path, steps=4, resume=True)
+    with pytest.raises(ConfigurationError, match=r"held-out prompts was .* and is now"):
+        toy(data, tmp_path, steps=4, held=Held([[1, 2, 3]], 4), resume=True)
+    for other, what in ((perturbed(), "target"), (clone(tiny()).bfloat16(), "dtype")):
+        with pytest.raises(ConfigurationError, match=rf"{what} was .* and is now"):
+            toy(data, tmp_path, steps=4, model=other, resume=True)
     toy(data, tmp_path, steps=4, report_every=7, resume=True)  # what changes nothing may change
 
 
@@ -301,6 +306,8 @@ def test_stored_hidden_states_that_do_not_fit_are_refused(data, tmp_path):
         store(tiny(), folder, [1])
     with pytest.raises(ConfigurationError, match=r"hidden states 1 are not stored .* --features 1,-1"):
         StoredReader(tiny(), [1], Texts(folder))
+    with pytest.raises(ConfigurationError, match="are float32, and the target is bfloat16"):
+        StoredReader(clone(tiny()).bfloat16(), [-1], Texts(folder))
     with pytest.raises(ConfigurationError, match="other weights"):
         store(perturbed(), folder, [-1])
     with pytest.raises(ConfigurationError, match="another target's"):

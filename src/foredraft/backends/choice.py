@@ -112,7 +112,8 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
         reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
     if "packed" in reasons:
         return None
-    hints, model = _hints(facts, execution, reasons), facts.model
+    model = facts.model
+    hints = _hints(facts, execution, reasons) if facts.device.type == "cpu" else HINTS  # compiles the kernels, which a GPU does not need
     why = packing.refusal(model, hints)
     kernels = None
     if why is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassOutput
 from foredraft.backends.kernel_pass import Direct
-from foredraft.device import to_device
+from foredraft.device import spread, to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.encoder_decoder import Decoder, Source
@@ -98,7 +98,8 @@ class ModelCall:
             arguments["position_ids"] = positions
         if keep is not None and self._takes_logits_to_keep:
             last_only = all(node == tokens.shape[1] - 1 for node in keep)
-            arguments["logits_to_keep"] = 1 if last_only else to_device(sorted(set(keep)), tokens.device)
+            where_kept = torch.device("cpu") if spread(self.model) else tokens.device  # an index on the CPU fits states on any device
+            arguments["logits_to_keep"] = 1 if last_only else to_device(sorted(set(keep)), where_kept)
         if self.decoder is not None and isinstance(cache, SourcedCache):
             self.decoder.enter(cache)
         with ExitStack() as overrides:

@@ -150,11 +150,15 @@ class Mixture(Override):
         held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
         if held and (self.outdated or any(self._hooks) or chosen.shape[-1] > native.MOST_CHOSEN):
             return type(self.layer).forward(self.layer, hidden_states, chosen, scores)
-        if hidden_states.device.type != "cpu":
-            raise RuntimeError(f"expected an input on the CPU, got one on {hidden_states.device}")
+        if hidden_states.device.type != "cpu" or hidden_states.shape[-1] != self.hidden:
+            found = f"{list(hidden_states.shape)} on {hidden_states.device}"
+            raise RuntimeError(f"expected an input [..., {self.hidden}] on the CPU, got {found}")
+        tokens = hidden_states.numel() // self.hidden
+        if chosen.shape != scores.shape or chosen[..., 0].numel() != tokens:
+            raise RuntimeError(f"expected experts and weights for {tokens} tokens, got {list(chosen.shape)} and {list(scores.shape)}")
         x, ids, parts = hidden_states.to(self.dtype).contiguous(), chosen.long().contiguous(), scores.float().contiguous()
         out, threads = torch.zeros_like(x), torch.get_num_threads()
-        about, tokens = native.Experts.from_buffer_copy(self.about), x.numel() // self.hidden
+        about = native.Experts.from_buffer_copy(self.about)
         about.chosen, about.exact = chosen.shape[-1], int(scores.dtype != self.dtype)
         memory = torch.empty(self.library.experts_room(about, tokens, self.hidden, threads), dtype=torch.uint8, device="cpu")
         pointers = ids.data_ptr(), parts.data_ptr(), memory.data_ptr()

@@ -26,6 +26,7 @@ from foredraft.backends.base import ForwardPass, PassOutput, differs, failure, t
 from foredraft.backends.block_masks import BLOCK, NAME, in_pages, spanned, tree_mask
 from foredraft.backends.eager import Eager
 from foredraft.backends.self_test import SMALLEST, Trial, texts_of_test
+from foredraft.device import spread
 from foredraft.models.cache import Window
 from foredraft.models.masks import MaskBuilder, MaskInputs
 from foredraft.models.page_stores import PageStore
@@ -51,7 +52,7 @@ def refusal(facts: ModelFacts, execution: str) -> str | None:
         return f"it takes the model's own layers, and execution={execution!r} was asked for; use execution='eager'"
     if uses_alibi(model):
         return "the model adds a bias by position to its mask, which a block mask does not hold"
-    if len(set((getattr(model, "hf_device_map", None) or {"": facts.device}).values())) > 1:
+    if spread(model):
         return "the model lies on several devices and a block mask on one"
     return None
 
@@ -160,13 +161,14 @@ class Flexed(Eager):
     Attributes:
         flexed: how many passes used FlexAttention.
         calls: of the attention function.
+        given_up: torch could not compile it; then passes attend as the model does.
     """
 
     def __init__(self, facts: ModelFacts, reasons: dict[str, str], *, compiled: bool | None = None):
         super().__init__(facts, None, reasons)
         model = facts.model
         self.compiled = facts.device.type == "cuda" if compiled is None else compiled
-        self.flexed = self.calls = 0
+        self.flexed, self.calls, self.given_up = 0, 0, False
         configs = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
         self._masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype, builder=NAME)
@@ -174,10 +176,10 @@ class Flexed(Eager):
         self._paged: dict[tuple[PageStore, int], tuple[Tensor, Any]] = {}  # by the id of a mask: which pages are a row's, and its mask
 
     def forward(self, given: ForwardPass) -> PassOutput:
-        from torch._dynamo.exc import FailOnRecompileLimitHit  # takes a second to import
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # takes a second to import
 
         window = given.window
-        if given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0):
+        if self.given_up or (given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0)):
             return super().forward(given)
         self.passes += 1
         self.flexed += 1
@@ -189,9 +191,11 @@ class Flexed(Eager):
         try:
             with self.in_use():
                 return self.called(given, wide, positions, mask, where)
-        except FailOnRecompileLimitHit:
+        except TorchDynamoException as error:
             self.flexed -= 1
-            self.reasons["flex"] = "torch compiles no more shapes of it; passes of other shapes use the model's own attention"
+            self.given_up = not isinstance(error, FailOnRecompileLimitHit)
+            why = f"torch could not compile it: {failure(error)}" if self.given_up else "torch compiles no more shapes of it"
+            self.reasons["flex"] = f"{why}; passes {'' if self.given_up else 'of other shapes '}use the model's own attention"
             return self.plain(given)
 
     def masks(self, tree: TokenTree, window: Window, positions: Tensor) -> Any:

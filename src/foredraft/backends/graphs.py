@@ -149,9 +149,13 @@ class Recordings:
             self.replays += 1
             return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame)
         found.trials += 1
-        with self.cache.restored(rows, span):  # it may write anywhere there
-            found.play()
-            return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame, trial=True)
+        try:
+            with self.cache.restored(rows, span):  # it may write anywhere there
+                found.play()
+                return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame, trial=True)
+        except torch.OutOfMemoryError:  # what is to be restored has no room beside it: tried another time
+            found.trials -= 1
+            return Outcome()
 
     def _keep(self, key: Hashable, made: Recording) -> None:
         self.captures += 1

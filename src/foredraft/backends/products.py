@@ -152,8 +152,9 @@ class Product:
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        if x.dtype != self.dtype or x.device.type != "cpu":
-            raise RuntimeError(f"expected an input in {self.dtype} on the CPU, got {x.dtype} on {x.device}")
+        if x.dtype != self.dtype or x.device.type != "cpu" or x.shape[-1] != self.inputs:
+            found = f"{list(x.shape)} in {x.dtype} on {x.device}"
+            raise RuntimeError(f"expected an input in {self.dtype} on the CPU, [..., {self.inputs}], got {found}")
         width = padded_size(self.outputs)
         y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device="cpu")
         sizes = x.numel() // self.inputs, self.inputs, width

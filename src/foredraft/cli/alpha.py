@@ -392,9 +392,14 @@ def answer(setting: Setting, found: Report) -> list[str]:
         )
     best = (found.sampled or found.greedy).best
     if best:
-        flags = f"--target {shlex.quote(setting.configuration.target)} --drafter {shlex.quote(f'draft-model:{setting.draft}')}"
-        flags += "" if found.shared is None else " --drafter-option vocabulary=intersection"
-        lines.append(f"write     foredraft generate {flags} --shape 'chain({best})' \"PROMPT\"")
+        given = setting.configuration
+        ways = {name: getattr(given, name) for name in ("dtype", "quantization", "device", "threads")}
+        loading = {name: value for name, value in ways.items() if value not in (None, "auto")}
+        sampling = {name: value for name, value in setting.sampling.items() if name != "do_sample"} if found.sampled else {"temperature": 0}
+        flags = {"target": given.target, "drafter": f"draft-model:{setting.draft}", **loading, **sampling, "shape": f"chain({best})"}
+        command = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in flags.items())
+        command += "" if found.shared is None else " --drafter-option vocabulary=intersection"
+        lines.append(f'write     foredraft generate {command} "PROMPT"')
     return lines
 
 

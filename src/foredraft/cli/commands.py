@@ -306,14 +306,14 @@ def table(
             complete = True
         finally:  # what was measured before Ctrl-C or a failure is kept
             progress.clear()
-            if cells:
-                tables.console().print(pairs.report(cells), soft_wrap=True)
             if cells and as_json is not None:
                 write_json(as_json, pairs.document(setting, cells, complete=complete))
             for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
                 if cells and path is not None:
                     with writing(path):
                         path.write_text(write(cells), encoding="utf-8")
+            if cells:
+                tables.console().print(pairs.report(cells), soft_wrap=True)
 
 
 app.command()(serve)

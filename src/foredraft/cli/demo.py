@@ -134,6 +134,8 @@ class Demo:
             share, spent = self.left / (len(self.prompts) - number + 1), 0.0
             for turn in range(TURNS):
                 begin = time.monotonic()
+                for speculator in self.speculators.values():
+                    speculator.drafter.forget()  # the same text comes again
                 if turn and spent + spent / turn > share:
                     break
                 for index, way in enumerate(self.ways):

@@ -20,6 +20,7 @@ PAIRED = {  # targets whose passes are dear enough for this drafter to pay
     "zoo:python-300m": "draft-model:zoo:python-1m",
     "zoo:t5-ast-130m": "draft-model:zoo:t5-ast-1m",
 }
+EMBEDDED = {"zoo:t5-ast": "draft-model:zoo:t5-ast-1m"}  # that are compared on zoo targets; for the others it is python-1m
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Contest(Loading):
     @property
     def names(self) -> list[str]:
         """The drafters to compare, each once."""
-        embedded = ["draft-model:zoo:python-1m"] if self.target.startswith("zoo:") else []
+        own = {**PAIRED, **EMBEDDED}.get(self.target, "draft-model:zoo:python-1m")
+        embedded = [own] if self.target.startswith("zoo:") else []
         return list(dict.fromkeys(self.drafters or [*embedded, "prompt-lookup"]))
 
     @property

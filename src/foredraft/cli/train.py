@@ -163,6 +163,7 @@ def train(
     if kind not in (kinds := [*heads.names(), *ALONE]):
         raise unknown("unknown kind of head", kind, kinds)
     check_options(kind if kind in ALONE else "heads", kind, given)
+    check_backbone(backbone or ("full" if kind in ALONE else "frozen"), given)
     check_model(target, dtype, device, encoders=kind not in WITHOUT_ENCODER)
     check_data(data if held_out_data is None else [*data, held_out_data])
     from foredraft.training.runs import run
@@ -190,6 +191,14 @@ def check_options(group: str, kind: str, given: Mapping[str, Any]) -> None:
         for name in names:
             if other != group and given[name] != inspect.signature(train).parameters[name].default:
                 raise ConfigurationError(f"--{name.replace('_', '-')} is for {other}, not for {kind}; leave it out")
+
+
+def check_backbone(backbone: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for an option of another way to train the backbone."""
+    trained = ("lora", "full")
+    for name, ways in {"backbone_rate": trained, "head_weight": trained, "head_warmup": trained, "lora_rank": ("lora",)}.items():
+        if backbone not in ways and given[name] != inspect.signature(train).parameters[name].default:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is for --backbone {' or '.join(ways)}; pass that, or leave it out")
 
 
 def head_options(given: Sequence[str]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Candidate(Prediction):
     low: float
     high: float
     acceptance_length: float
+    batches: int
 
     @property
     def measured(self) -> float:
@@ -111,8 +112,8 @@ class Candidate(Prediction):
 
     @property
     def sure(self) -> bool:
-        """Whether the interval says the same as the measurement."""
-        return self.pick == "chain(0)" or not self.low <= 1 <= self.high
+        """Whether the interval says the same as the measurement. A single batch tells nothing of other texts."""
+        return self.pick == "chain(0)" or (self.batches > 1 and not self.low <= 1 <= self.high)
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "measured": self.measured, "measured_over_predicted": self.measured / self.predicted, "sure": self.sure}
@@ -179,6 +180,8 @@ class Tuning:
         for each in everyone:
             each.seconds = [[] for _ in self.batches]
         for repeat in range(REPEATS + 1):
+            for each in everyone:
+                each.speculator.drafter.forget()  # the same texts come again
             for number, batch in enumerate(self.batches):
                 for each in turned(everyone, repeat):
                     spent, stats = self._time(each.speculator, batch)
@@ -194,6 +197,7 @@ class Tuning:
         planner = automatic.planner
         assert isinstance(planner, AutomaticPlanner)
         for _ in range(TRIALS):
+            drafter.forget()
             for batch in self.batches:
                 self._time(automatic, batch)
         plans = planner.compare(self.setting.batch_size, context=max(len(row) for batch in self.batches for row in batch) + NEW // 2)
@@ -213,6 +217,7 @@ class Tuning:
             low=spread.low,
             high=spread.high,
             acceptance_length=sum(stats.kept for stats in found.kept) / passes,
+            batches=len(self.batches),
         )
 
     def _prediction(self, found: Contender) -> Prediction:
@@ -277,7 +282,8 @@ def to_write(setting: Setting, best: Candidate) -> tuple[str, str]:
     """The command and the line of Python for ``best``, or for plain decoding where it does not pay."""
     chosen = {"drafter": best.drafter, "shape": best.pick} if best.pays else {"drafter": "none"}
     given = {name: value for name in ("dtype", "quantization", "device") if (value := getattr(setting, name)) not in (None, "auto")}
-    flags = {"target": setting.target, **chosen, **given, **({} if setting.threads is None else {"threads": setting.threads})}
+    more = {"temperature": 0, **({} if setting.threads is None else {"threads": setting.threads})}  # greedy, as it was measured
+    flags = {"target": setting.target, **chosen, **given, **more}
     command = " ".join(["foredraft generate", *(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()), '"PROMPT"'])
     arguments = ", ".join([json.dumps(setting.target), *(f"{name}={json.dumps(value)}" for name, value in {**chosen, **given}.items())])
     return command, f"foredraft.Speculator({arguments})"
@@ -291,6 +297,8 @@ def answer(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) ->
     if not best.pays:
         gain = f"none: drafting does not pay here; the best is {best.drafter}, {best.pick}: {gain}"
     sure = "yes" if best.sure else "no, the interval includes 1: give more --prompts, or run it again"
+    if best.batches == 1 and best.pick != "chain(0)":
+        sure = "no, a single batch of texts tells nothing of others: give more --prompts"
     if len(found) > 1 and best.pays and (second := found[1]).pays and second.high > best.low:
         sure += f"; {second.drafter} may be as fast ({second.measured:.2f}×)"
     lines = [f"write   {command}", f"        {python}", f"gain    {gain}", f"sure    {sure}"]

@@ -228,6 +228,11 @@ class DrafterHooks:
         return None
 
     @property
+    def keeps_texts(self) -> bool:
+        """Whether it drafts by what it keeps of earlier texts."""
+        return self.learnt is not None
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of keys and values that it keeps beside each page of a text in the target's cache."""
         draft = self.info.draft_model

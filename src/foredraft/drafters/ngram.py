@@ -44,12 +44,13 @@ class NGram(Drafter):
     order: longest n-gram counted, context and successor together; 2 is the bigram model. Fixed by a loaded file.
     learn: also count the text of every row, prompt included: what is new of it with every draft, and the rest when the row ends. Rows of
         each isolation are counted in a model of their own, which begins as the ``source`` is; the least recently used of these go first.
-    min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter.
+    min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter. Trees of tokens that
+        are drawn do not heed it.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
     siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
         all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: keyed where the rule is
         match, but the most likely where the vocabulary is large, and in chains without a ``source``.
-    most: n-grams that learning may add up to; beyond it the rarest half is forgotten. The models of isolated rows have
+    most: n-grams that learning may add to the source's; beyond it the rarest are forgotten. The models of isolated rows have
         as many, all together.
     """
 
@@ -91,7 +92,14 @@ class NGram(Drafter):
 
     def bind(self, target: Target) -> None:
         refuse_another_tokenizer("the n-gram model", self.model.vocab_size, self.model.fingerprint, target)
+        if self.learn and self.model.vocab_size is not None and self.model.vocab_size < target.vocab_size:
+            self.model.vocab_size = target.vocab_size  # texts that it learns from may have more tokens than its source
+            self._isolated = self._models()
         self._target = target
+
+    @property
+    def keeps_texts(self) -> bool:
+        return self.learn
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
@@ -100,6 +108,8 @@ class NGram(Drafter):
         return [self.model] if self.learn else []
 
     def draft(self, request: DraftRequest) -> TokenTree:
+        if self._isolated is not None:
+            self._isolated.keep(request.rows)
         self._count(request.rows)
         large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q
         if request.proposal != "deterministic" and not large:
@@ -138,8 +148,8 @@ class NGram(Drafter):
             model = self._model_of(row)
             model.update(row.ids, self._counted.get(row.slot, 0))
             self._counted[row.slot] = len(row.ids)
-            if model.size > self.most:
-                model.shrink(self.most)
+            if model.size > self._given + self.most:
+                model.shrink(self.most, keep=self._given)
 
     def _model_of(self, row: Row) -> NGramModel:
         return self.model if self._isolated is None else self._isolated.of(row, self.model)
@@ -147,7 +157,8 @@ class NGram(Drafter):
     def _models(self) -> Isolated[NGramModel]:
         """For isolated rows; they begin as the model is now."""
         first = self.model.copy()
-        return Isolated(first.copy, lambda model: max(0, model.size - first.size), self.most)
+        self._given = first.size
+        return Isolated(first.copy, lambda model: model.size - first.size if model.size >= first.size else model.size, self.most)
 
     # -- the most likely tokens -------------------------------------------------------------------------------------------
 

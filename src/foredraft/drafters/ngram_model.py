@@ -105,10 +105,11 @@ class NGramModel:
         if self._delta:
             self._set_table(self._table.merged(self._new_nodes, self._delta))
 
-    def shrink(self, most: int) -> None:
-        """Forgets what was seen least, context by context, until half of `most` pairs are left, or no more than the single tokens."""
+    def shrink(self, most: int, *, keep: int = 0) -> None:
+        """Forgets what was seen least, context by context, until half of `most` pairs are left besides `keep`, or no more than the single
+        tokens."""
         min_count = 2
-        while self.ngrams > most // 2 and self.contexts > 1:
+        while self.ngrams > keep + most // 2 and self.contexts > 1:
             self.prune(min_count=min_count)
             min_count *= 2
 

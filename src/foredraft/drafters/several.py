@@ -68,6 +68,10 @@ class Several(Drafter):
                 found[f"{drafter.name} {count + 1}" if count else drafter.name] = facts
         return found or None
 
+    @property
+    def keeps_texts(self) -> bool:
+        return any(drafter.keeps_texts for drafter in self.drafters)
+
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)
@@ -135,7 +139,7 @@ class Several(Drafter):
     # -- a round --------------------------------------------------------------------------------------------------------
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        self._parts, without = [], set(range(len(request.rows)))  # rows that have no draft yet
+        self._parts, without = [], {row for row, limit in enumerate(request.limits) if limit > 0}  # rows that have no draft yet
         for drafter in sorted(self.drafters, key=lambda each: each.info.runs_a_model):
             if without or drafter.info.extra_nodes:  # extra nodes carry a state from round to round
                 part = Part(drafter, self._ask(drafter, request))

@@ -98,6 +98,10 @@ class Suffix(Drafter):
         self._texts: dict[int, tuple[SourcedText, CopyStrategies]] = {}
         self._vocab_size = 0
 
+    @property
+    def keeps_texts(self) -> bool:
+        return self._isolated is not None
+
     def save(self, path: str | Path) -> None:
         """Write the store, what was learned included, but not from isolated rows; ``source=path`` loads it again. Texts that other
         processes saved there stay."""
@@ -113,6 +117,8 @@ class Suffix(Drafter):
             self._read(row)
 
     def draft(self, request: DraftRequest) -> TokenTree:
+        if self._isolated is not None:
+            self._isolated.keep(request.rows)
         if request.shape.is_chain:
             return request.chains([self._chain(row, limit) for row, limit in zip(request.rows, request.limits)])
         floor = self.min_probability
@@ -124,7 +130,8 @@ class Suffix(Drafter):
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._texts.pop(row.slot, None)
-            if self.learn and len(row.ids) > row.prompt_length:
+            over = getattr(getattr(row, "stats", None), "finish_reason", "over") is not None  # or else it was set aside, and goes on
+            if self.learn and over and len(row.ids) > row.prompt_length:
                 self._store_of(row).add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
     def shared(self) -> list[object]:

@@ -73,10 +73,15 @@ class TokenRecycling(Drafter):
             )
         self.matrix = torch.full((target.vocab_size, self.k), -1, dtype=torch.int32, device="cpu") if known is None else known.clone()
         self._loaded = None
-        self._isolate()
+        if self._isolated is None:
+            self._isolate()
         dtype = getattr(getattr(target, "model", None), "dtype", None)
         if dtype is not None and target.device.type == "cpu":
             native.refusal(dtype)  # if its kernels have to be compiled, then now and not in the first round
+
+    @property
+    def keeps_texts(self) -> bool:
+        return True
 
     def forget(self) -> None:
         if self.matrix is not None:
@@ -113,11 +118,15 @@ class TokenRecycling(Drafter):
         best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to("cpu", torch.int32).view(*tree.tokens.shape, self.k)  # [R, N, k]
         real = None if tree.valid is None else tree.valid.cpu().numpy()
         for index, (row, tokens, lines) in enumerate(zip(rows, tree.tokens.cpu().numpy(), best.numpy())):
+            if index in feedback.failed:
+                continue
             kept = slice(None) if real is None else real[index]
             self._matrix_of(row)[tokens[kept]] = lines[kept]  # of equal indices NumPy lets the last one win
 
     def draft(self, request: DraftRequest) -> TokenTree:
         """Nodes that no row has an entry for are left out of the tree."""
+        if self._isolated is not None:
+            self._isolated.keep(request.rows)
         shape = laid_out(request.shape)
         rows = [self._filled(row, shape, limit) for row, limit in zip(request.rows, request.limits)]
         if shape.is_chain:

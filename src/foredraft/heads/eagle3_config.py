@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import HeadConfig
 from foredraft.models.identity import TargetShape
 
@@ -49,12 +49,15 @@ class Eagle3Config(HeadConfig):
     decay: float = 0.8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
+        layers: Any = self.aux_layers
+        object.__setattr__(self, "aux_layers", tuple(layers) if isinstance(layers, (list, tuple)) else (layers,))
+        for layer in self.aux_layers:
+            whole("a layer in aux_layers", layer, least=0)
         check_layers(self.aux_layers, self.target)
         check_rope(self.rope_parameters)
-        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} of an EAGLE-3 head must be at least 1, got {getattr(self, name)}")
+        sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "steps", "draft_vocab_size")
+        for name in sizes:
+            whole(f"{name} of an EAGLE-3 head", getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
             raise ConfigurationError(
                 f"num_attention_heads must be a multiple of num_key_value_heads and head_dim even, got {self.num_attention_heads}, "

@@ -234,16 +234,18 @@ class PagedCache(TreeCache):
         return self._found(*self.pool.prefixes.match(key, text, len(text) - 1), set())
 
     def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
-        """Pages of each kind that live rows would take for ``nodes`` each, less those that nobody would hold any more: of the rows
-        ``without``, and what windows have moved on from."""
+        """Pages of each kind that live rows would take for ``nodes`` each, less those that nobody would hold any more, of the rows
+        ``without``. What windows have moved on from is given back first: others may take it before these rows have a pass."""
+        for row, length in enumerate(self.lengths):
+            for windowed in self.windows:
+                windowed.give_back(row, length)
         rows = [row for row in range(len(self.tables)) if row not in without]
         found = []
         for store in self.stores:
             wanted = sum(max(0, pages_of(self.lengths[row] + nodes) - len(store.tables[row])) for row in rows)
             freed = set[int]()
-            if without or store is not self.stores[0]:
-                kept = [store.tables[row][store.first_kept(row, self.lengths[row]) :] for row in rows]
-                freed = set[int]().union(*store.tables).difference(*kept)
+            if without:
+                freed = set[int]().union(*store.tables).difference(*(store.tables[row] for row in rows))
             found.append(wanted - len(freed - {GONE}))
         return found
 
@@ -447,7 +449,7 @@ class PagedCache(TreeCache):
     def _fit(self) -> None:
         """Every page that was taken has its place in the tensors."""
         rows = len(self.tables) + len(self.stores[0].opening)
-        if any(store.pool.made > store.made for store in self.stores):
+        if any(store.pool.made != store.made for store in self.stores):
             for store in self.stores:
                 if store.trim(self.capacity // PAGE):
                     self.allocations, self._viewed = self.allocations + 1, None

@@ -377,6 +377,8 @@ class Measurement:
                 costs.target.measured(self.rows, name[1], seconds)
         exits = self.drafter.info.exits
         known = [layer for layer in exits.layers if ("exit", layer) in medians] if exits else []
+        if exits:
+            costs.exits.setdefault(self.rows, {})  # measured once, whatever was found
         if exits and len(known) > 1:  # a slow model leaves time for the first and the last one
             measured = [medians["exit", layer] for layer in known]
             taken = [float(np.interp(layer, known, measured)) for layer in exits.layers]

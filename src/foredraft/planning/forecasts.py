@@ -126,14 +126,14 @@ class Forecaster:
         self.grown, self.levels = Grown() if grows else None, levels
         self.plan_record = PlanRecord()
         self.own = False
-        self._filler = 0
+        self._filler, self._reads_prompts = 0, False
         self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
         self._records: dict[int, batches.RowRecord] = {}  # by slot
 
-    def begin(self, *, own: bool, catches_up: bool, filler: int = 0, text: bool = False) -> None:
+    def begin(self, *, own: bool, catches_up: bool, filler: int = 0, text: bool = False, reads_prompts: bool = False) -> None:
         """Other rows than before, or another ``text`` of a single row. ``filler`` nodes are scored besides those that a draft proposes;
-        rows cannot pay for their own then, as they do in chains alone."""
-        self.own, self.catches_up, self._filler = own and not filler, catches_up, filler
+        rows cannot pay for their own then, as they do in chains alone. A drafter that ``reads_prompts`` does so before the first round."""
+        self.own, self.catches_up, self._filler, self._reads_prompts = own and not filler, catches_up, filler, reads_prompts
         self._seen.clear()
         self._records.clear()
         if text:
@@ -180,13 +180,15 @@ class Forecaster:
         affordable = [plan for plan in plans if plan.seconds - plain.seconds <= most] or plans[:1]
         return max(affordable, key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plain.seconds, 1e-12))
 
-    def catch_up(self, rows: Sequence[Row], done: Round) -> int:
-        """Tokens that the drafter had to read before the round that is over; now it has."""
+    def catch_up(self, rows: Sequence[Row], done: Round) -> tuple[int, int]:
+        """Tokens that the drafter had to read before the round that is over, and those of them that were in texts it had read nothing of;
+        now it has."""
         if not self.catches_up:
-            return 0
+            return 0, 0
+        fresh = self._behind([row for row in rows if row.slot not in self._seen])
         behind = max(0, self._behind(rows) - sum(done.accepted) - len(done.asked))
         self._seen = {row.slot: len(row.ids) for row in rows}
-        return behind
+        return behind, min(fresh, behind)
 
     def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool, expected_tokens: float | None = None) -> None:
         """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then; its shape was
@@ -337,7 +339,9 @@ class Forecaster:
 
     def _behind(self, rows: Sequence[Row]) -> int:
         """Tokens that the drafter has not read, the roots left out, over all rows."""
-        return sum(max(0, len(row.ids) - 1 - self._seen.get(row.slot, 0)) for row in rows) if self.catches_up else 0
+        if not self.catches_up:
+            return 0
+        return sum(max(0, len(row.ids) - 1 - self._seen.get(row.slot, row.prompt_length if self._reads_prompts else 0)) for row in rows)
 
 
 def _coarse(share: float) -> float:

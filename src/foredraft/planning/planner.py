@@ -39,6 +39,7 @@ FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
+DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 NOTHING = search.chain(0)
@@ -111,7 +112,8 @@ class AutomaticPlanner(Planner):
         begin = self.clock()
         self._rest, self._resting = 0, False
         info = drafter.info
-        self.forecaster.begin(own=target.ragged, catches_up=info.catches_up, filler=info.extra_nodes, text=rows == 1)
+        how = {"catches_up": info.catches_up, "reads_prompts": info.whole_prompt}
+        self.forecaster.begin(own=target.ragged, filler=info.extra_nodes, text=rows == 1, **how)
         if rows == 1 and self.account is not None:
             self.account = max(self.account, 0.0)  # what another text has cost is no reason against drafts for this one
         if self._forecast is not None and self._forecast.limits is not None:
@@ -231,7 +233,7 @@ class AutomaticPlanner(Planner):
         self._used = self._kept = 0
         self._next = self._rounds + 4
         end = self.clock()
-        self._earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * (end - begin)
+        self._earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * min(end - begin, DEAREST)
         return forecast
 
     def passes_over(self, rows: int) -> bool:
@@ -243,7 +245,7 @@ class AutomaticPlanner(Planner):
             return
         grown = isinstance(done.shape, DynamicShape)
         levels = search.widths(done.shape.truncate(max(done.asked))) if drafting else ()
-        behind = self.forecaster.catch_up(rows, done) if drafting else 0
+        behind, fresh = self.forecaster.catch_up(rows, done) if drafting else (0, 0)
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
         if drafting and self._stalls(done, nodes, self.costs.draft_seconds(count, levels, behind)):
             return
@@ -271,6 +273,8 @@ class AutomaticPlanner(Planner):
             cost = done.draft + done.target + done.rest
         elif self._trying:  # with cold caches, which the costs of rounds one after the other do not show
             cost = max(cost, done.draft + done.target + done.rest)
+        if not self._trying or self._looking:  # a text is read once, and its price was spread over rounds when drafting was chosen
+            cost = max(verify, cost - self.costs.catching_up(count, fresh))
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self._credit(gain, plain)
         self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)

@@ -35,7 +35,7 @@ PARTS = {  # the tensors of a layer in the files: required ones, and optional on
     "awq": (("qweight", "qzeros", "scales"), ()),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "pack-quantized": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
-    "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",)),
+    "int-quantized": (("weight", "weight_scale"), ("weight_zero_point", "weight_g_idx")),
     "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
     "mxfp4": (("blocks", "scales"), ()),
 }
@@ -217,7 +217,8 @@ class Stored:
             return 4, codes, parts["scales"].T, zeros, None
         if self.form == "gptq":
             bits = bits_of(parts["qweight"].shape[0], inputs)
-            codes, zeros = fields(parts["qweight"].T, bits), fields(parts["qzeros"], bits).T.to(torch.int16) + self.first
+            words = parts["qzeros"].long() + self.first * sum(1 << bit for bit in range(0, 32, bits))  # whole words, with carries
+            codes, zeros = fields(parts["qweight"].T, bits), fields(words, bits).T
             return bits, codes, parts["scales"].T, zeros, parts.get("g_idx")
         scale, zero = parts["weight_scale"], parts.get("weight_zero_point")
         scale = scale.expand(outputs, -1) if scale.ndim == 2 else scale.reshape(-1, 1).expand(outputs, 1)
@@ -243,7 +244,7 @@ def bits_of(words: int, inputs: int) -> int:
 
 def fields(packed: Tensor, bits: int) -> Tensor:
     """Unpack words ``[M, n]`` into numbers ``[M, n * 32 / bits]`` uint8, those in the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     return (packed.contiguous()[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
 
 
@@ -262,7 +263,7 @@ def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
     if torch.bincount(given.clamp(min=0), minlength=groups).tolist() != counts:
         raise ValueError(f"g_idx makes groups of other sizes than {size} inputs")
     order = torch.argsort(given, stable=True).int()
-    return None if torch.equal(order, torch.arange(len(order), dtype=torch.int32)) else order
+    return None if torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)) else order
 
 
 class Layer(nn.Module):

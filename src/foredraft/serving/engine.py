@@ -123,6 +123,7 @@ class Engine:
             self._check_wait(job.owner)
             for other in yielding:  # none of them is at the head, which the thread may be about to take
                 self._queue.remove(other)
+                other.unfinished = set()  # it was refused, and its client does not leave anything
                 send([(other, Failed(self._full(len(other.choices))))])
             self._queue.push(rows)
             self._changed.notify()
@@ -135,7 +136,9 @@ class Engine:
 
     def _check_wait(self, owner: str) -> None:
         """Refuse at once what would most likely wait for longer than ``queue_timeout``."""
-        ahead, rate, most = self._queue.ahead(owner), self._rate.per_second, MARGIN * self.settings.queue_timeout
+        free = 0 if self._blocked else max(0, self.settings.max_rows - len(self._live))
+        ahead = max(0, self._queue.ahead(owner) - free)
+        rate, most = self._rate.per_second, MARGIN * self.settings.queue_timeout
         if rate is not None and ahead / rate > most:
             self.metrics.refused += 1
             seconds = self._rate.seconds(ahead - int(rate * most))

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from foredraft.errors import ConfigurationError
 
@@ -22,6 +23,7 @@ NAMES = 64  # patterns of property names
 PROPERTIES = 1_000  # of one object; the cost grows with their square
 SAME = ("anyOf", "oneOf", "not", "if", "then", "else")  # these say more about the same value
 EMBEDDED = re.compile(r"%json\s*")  # a schema in a Lark grammar
+QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')  # its strings, comments and patterns
 
 
 def check(kind: str, source: Any) -> None:
@@ -34,6 +36,8 @@ def check(kind: str, source: Any) -> None:
         if kind == "json_schema":
             schemas = [json.loads(source) if isinstance(source, str) else source]
         elif kind == "grammar":
+            if QUOTED.sub("", source).count("&") >= TOGETHER:
+                raise ConfigurationError(f"the grammar intersects more than {TOGETHER} terminals; use fewer")
             schemas = [json.JSONDecoder().raw_decode(source, found.end())[0] for found in EMBEDDED.finditer(source)]
         else:
             return
@@ -48,6 +52,8 @@ def check(kind: str, source: Any) -> None:
 def check_schema(schema: Any) -> None:
     steps, names = list[Fraction](), 0
     for each in objects(schema):
+        if each is not schema and isinstance(each.get("$id"), str):
+            raise ConfigurationError("only the schema itself can have an $id, and no part of it; leave it out")
         properties, patterns, step = (each.get(word) for word in ("properties", "patternProperties", "multipleOf"))
         names += len(patterns) if isinstance(patterns, dict) else 0
         if isinstance(step, (int, float)) and not isinstance(step, bool) and abs(step) < math.inf:
@@ -91,10 +97,19 @@ def together(schema: Any, root: Any, known: dict[int, int]) -> int:
 
 
 def referred(reference: Any, root: Any) -> Any:
-    """What ``#/a/b`` stands for; None for all else."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    """What ``#/a/b`` stands for; None for what is no reference.
+
+    Raises:
+        ConfigurationError: another kind of reference.
+    """
+    if not isinstance(reference, str):
         return None
+    if reference != "#" and not reference.startswith("#/"):
+        raise ConfigurationError(f"a $ref has to begin with '#/', as in '#/$defs/name'; got {reference[:80]!r}")
     found = root
-    for part in reference.split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    for part in unquote(reference).split("/")[1:]:
+        if isinstance(found, list):
+            found = found[int(part)] if part.isdecimal() and int(part) < len(found) else None
+        else:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found

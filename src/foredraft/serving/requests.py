@@ -55,7 +55,7 @@ class Requests:
         self.settings, self.tokenizer, self.guess, self.cached = settings, speculator.tokenizer, guess, cached
         self.encode("")  # drops its file's truncation and padding, which fails while another thread is tokenising
         self.longest = settings.longest(speculator.target)
-        self.vocabulary = speculator.target.vocab_size
+        self.vocabulary, self.device = speculator.target.vocab_size, speculator.target.device
         config = speculator.target.model.generation_config
         ends = config.eos_token_id if config.eos_token_id is not None else self.tokenizer.eos_token_id
         self.eos = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
@@ -101,7 +101,7 @@ class Requests:
                 RowParameters,
                 max_new_tokens=max(1, self.limit(request, len(ids))),
                 do_sample=request.temperature > 0,
-                pipeline=Pipeline.alone(self.processors(request, len(ids), grammar), prompt_length=len(ids)),
+                pipeline=Pipeline.alone(self.processors(request, len(ids), grammar), prompt_length=len(ids), device=self.device),
                 eos=frozenset() if request.ignore_eos else self.eos,
                 logprobs=request.top,
                 prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
@@ -152,7 +152,14 @@ class Requests:
         """Most new tokens after a prompt of that length."""
         room = NEW_TOKENS if self.longest is None else self.longest - length
         if request.limit is None:
-            return self.cached(length + room) - length
+            most = self.cached(length + room)
+            if most <= length:
+                raise refused(
+                    f"the prompt has {length} tokens; without max_tokens a text has at most {most}: give max_tokens or a shorter prompt",
+                    "messages" if isinstance(request, ChatRequest) else "prompt",
+                    "context_length_exceeded",
+                )
+            return most - length
         return min(request.limit, room if self.longest else request.limit)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:

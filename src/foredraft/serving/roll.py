@@ -74,7 +74,7 @@ def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRout
         known = verification.describe(request.rule)
         ids = await run_in_threadpool(read, speculator, request.prompt)
         seed = secrets.randbits(52) if request.seed is None else request.seed
-        key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
+        key = None if engine.settings.share else http.scope.get("state", {}).get("key")  # what is kept of one key's texts is not for others
         work = engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
         done, drafter, shape = await unless_left(http.receive, work)
         body = await run_in_threadpool(written, names, done)
@@ -90,10 +90,10 @@ def rules() -> dict[str, Any]:
 
 
 def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
-    """The server's own if it drafts anything, and prompt lookup, which any text has. One that learns is left out: it would learn from
+    """The server's own if it drafts anything, and prompt lookup, which any text has. One that keeps texts is left out: it would keep
     rolls, which are not what the server is for."""
     drafter = speculator.drafter
-    own = {} if drafter.name in ("none", COPIES) or drafter.learnt is not None else {OWN: drafter}
+    own = {} if drafter.name in ("none", COPIES) or drafter.keeps_texts else {OWN: drafter}
     return {**own, COPIES: drafters.create(COPIES)}
 
 
@@ -139,7 +139,7 @@ def rolled(
     """
     known, shape = known_drafters(speculator), TreeShape.parse(request.shape)
     if request.drafter not in known:
-        why = ": it learns, and not from rolls" if request.drafter == OWN and speculator.drafter.learnt is not None else ""
+        why = ": it keeps texts, and rolls are none" if request.drafter == OWN and speculator.drafter.keeps_texts else ""
         raise ConfigurationError(f"drafter is one of {', '.join(known)}, got {request.drafter!r}{why}")
     if not shape.static or not 1 <= shape.nodes <= NODES:
         raise ConfigurationError(f"shape {request.shape!r}: a roll takes a chain, product or paths of 1 to {NODES} nodes")

@@ -32,9 +32,10 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def one_unknown(cls, data: Any) -> Any:
-        """Of a million unknown members, the first is told of."""
+        """Of a million unknown members, the first is told of. A member that is null is left out."""
         if not isinstance(data, dict):
             return data
+        data = {name: value for name, value in data.items() if value is not None}
         known = {field.alias or name for name, field in cls.model_fields.items()}
         odd = next((name for name in data if name not in known), None)
         return data if odd is None else {name: value for name, value in data.items() if name in known or name == odd}

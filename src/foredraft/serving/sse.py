@@ -16,12 +16,16 @@ from foredraft.serving.failures import ApiError
 T = TypeVar("T")
 PING = 5.0  # seconds without an event after which a ping is sent
 STALLED = 60.0  # seconds after which a client that reads nothing is given up
+LINE_ENDS = "\u0085\u2028\u2029"  # where some clients cut lines, too
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter keeps nginx from collecting chunks
 
 
 def data(value: Any) -> bytes:
     """A value as an event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for end in LINE_ENDS:
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def failure(error: ApiError) -> bytes:

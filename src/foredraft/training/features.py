@@ -129,6 +129,11 @@ class StoredReader(Reader):
         there = index_of(texts.folder)
         if there["weights"] != weights_digest(model):
             raise ConfigurationError(f"the hidden states in {str(texts.folder)!r} are another target's; delete them and store this one's")
+        if there["dtype"] != str(model.dtype):
+            raise ConfigurationError(
+                f"the hidden states in {str(texts.folder)!r} are {there['dtype'].removeprefix('torch.')}, and the target is "
+                f"{str(model.dtype).removeprefix('torch.')}; pass the same --dtype, or delete them and store them again"
+            )
         if missing := [number for number in (*features, LAST) if number not in there["features"]]:
             raise ConfigurationError(
                 f"hidden states {missing[0]} are not stored in {str(texts.folder)!r}, which has {there['features']}; delete them and store "

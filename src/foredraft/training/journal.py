@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.training.data import write_bytes
+
 LOG, PICTURE = "log.jsonl", "curves.png"
 
 
@@ -22,7 +24,7 @@ class Journal:
     def __init__(self, folder: Path, *, step: int):
         self.folder, self.path = folder, folder / LOG
         kept = [line for line in self.read(folder) if 0 < step >= line["step"]]  # a run that begins keeps nothing
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._board = _tensorboard(folder / "tensorboard", step)
 
     def write(self, line: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ ALONE = {LAYERSKIP: "layerskip trains the model itself", DRAFT: "draft trains th
 WITHOUT_ENCODER = (*ALONE, "exit")  # kinds that are for targets without an encoder
 # What changes nothing about the weights that come out: a resumed run may have others.
 FREE = ("report_every", "save_every")
+LATER = ("dtype", "target", "held-out prompts")  # what a run is resumed with as well; older runs do not know them
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def run(
     for folder in data:
         Manifest.read(folder)  # before weights are read
     with alone_in(out / RUN):
-        model = load_model(target, dtype=dtype, device=device or own_device(), encoders=options.kind not in WITHOUT_ENCODER)
+        place = own_device() if device in (None, "cuda", "gpu") else device  # each of several processes has a GPU of its own
+        model = load_model(target, dtype=dtype, device=place, encoders=options.kind not in WITHOUT_ENCODER)
         parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
         for part in parts:
             refuse_other_data(part.manifest, model, other_target=other_target)

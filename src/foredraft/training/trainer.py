@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,14 +34,17 @@ from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.checkpoints import State
 from foredraft.training.continuations import Continuations
-from foredraft.training.data import Texts, changes
+from foredraft.training.data import Texts, changes, weights_digest
 from foredraft.training.drafts import Distiller, Draft, StoredProbabilities
 from foredraft.training.early_exits import EarlyExitLearner, EarlyExits, held_out_loss
 from foredraft.training.features import Reader, StoredReader
 from foredraft.training.journal import Journal, Since, Sums
 from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
-from foredraft.training.options import FREE, Options
+from foredraft.training.options import FREE, LATER, Options
+from foredraft.training.prompts import digest
 from foredraft.training.worth import DraftHeld
+
+PATIENCE = timedelta(days=1)  # of processes that wait for one
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -102,6 +106,7 @@ class Trainer:
         self.order = Order(texts, members, options.batch_tokens, per_step, options.seed, options.max_length, options.count_prompts)
         self.steps = options.steps or max(1, round(options.epochs * self.order.steps(0)))
         self._settings = {**options.to_dict(), "data": texts.digest(), "processes": self.accelerator.num_processes}
+        self._settings |= {"dtype": str(model.dtype), "target": weights_digest(model), "held-out prompts": digest(self.held.prompts)}
         self.trained, self.dtype = model, model.dtype
         changes_target = options.trains_backbone and head is not Draft
         self.opened = open_backbone(model, options) if changes_target else None  # what stores a model that changes
@@ -172,7 +177,8 @@ class Trainer:
             self._forget()
             return
         self.state, before = checkpoints.read(last)
-        if changed := changes(before, {name: value for name, value in self._settings.items() if name not in FREE}):
+        known = {name: value for name, value in self._settings.items() if name not in FREE and (name in before or name not in LATER)}
+        if changed := changes(before, known):
             raise ConfigurationError(
                 f"the run in {str(self.folder)!r} was started with other settings: {'; '.join(changed)}. Resume with the same settings, "
                 "or start a new run"
@@ -352,11 +358,13 @@ def make_accelerator(options: Options, device: torch.device) -> Accelerator:
     """Raises ConfigurationError if accelerate is not installed."""
     try:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
     except ImportError as error:
         raise ConfigurationError("training needs accelerate; install it with: pip install 'foredraft[train]'") from error
     if asks_for_shards():
         return sharding(device)
-    return Accelerator(mixed_precision="bf16" if options.precision == "bf16" else "no", cpu=device.type == "cpu")
+    patient = InitProcessGroupKwargs(timeout=PATIENCE)  # the first process writes texts and measures while the others wait
+    return Accelerator(mixed_precision="bf16" if options.precision == "bf16" else "no", cpu=device.type == "cpu", kwargs_handlers=[patient])
 
 
 def asks_for_shards() -> bool:
@@ -372,10 +380,10 @@ def sharding(device: torch.device) -> Accelerator:
     """
     from accelerate import Accelerator
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
-    accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", fsdp_plugin=plugin)
+    plugin, patient = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"), InitProcessGroupKwargs(timeout=PATIENCE)
+    accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", fsdp_plugin=plugin, kwargs_handlers=[patient])
     if accelerator.distributed_type == DistributedType.MULTI_CPU:
         accelerator.state.fsdp_plugin = plugin
         for state in (PartialState(), accelerator.state):  # the second is made like the first whenever one is asked for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -141,13 +141,22 @@ def check(status: int, text: str) -> None:
     raise ServerError(f"HTTP {status}: {str(message or 'no message').strip()[:300]}", status)
 
 
+def lines(response: httpx.Response) -> Iterator[str]:
+    """Cut at line feeds alone, where httpx cuts at some characters of a text as well."""
+    rest = ""
+    for part in response.iter_text():
+        *whole, rest = (rest + part).split("\n")
+        yield from whole
+    yield rest
+
+
 def events(response: httpx.Response) -> Iterable[Any]:
     """The chunks of a stream of server-sent events.
 
     Raises:
         ServerError: an error among them, or no end.
     """
-    for line in response.iter_lines():
+    for line in lines(response):
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()

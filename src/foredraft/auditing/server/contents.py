@@ -57,7 +57,8 @@ def joined(plan: Plan) -> Check:
 
 def readable(answer: Answer) -> bool:
     """Whether its tokens are whole characters, and no ids."""
-    return UNCLEAR not in listed(answer) + answer.text and "return_tokens_as_token_ids" not in answer.request.extra
+    parts = any(token.text.startswith("bytes:\\x") for token in answer.tokens or ())  # as vLLM names a part of a character
+    return UNCLEAR not in listed(answer) + answer.text and not parts and "return_tokens_as_token_ids" not in answer.request.extra
 
 
 def listed(answer: Answer) -> str:

@@ -215,22 +215,36 @@ class Medusa(ctypes.Structure):
     )
 
 
+def _unlock() -> None:
+    """In a process that was forked, nobody gives back the lock that another thread held."""
+    global LOADING
+    LOADING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
+
+
 def library(dtype: torch.dtype) -> ctypes.CDLL:
     """The functions of ``layer.c`` for ``dtype`` and every kind of weights.
 
     Raises:
         Unavailable: there are none for this machine or dtype.
     """
-    with LOADING:
-        found = _library(dtype)
+    found = _known.get(dtype)  # who has it does not wait for another thread that compiles
+    if found is None:
+        with LOADING:
+            found = _known[dtype] = _known.get(dtype) or _library(dtype)
     if isinstance(found, str):
         raise Unavailable(found)
     return found
 
 
-@lru_cache(maxsize=64)
+_known: dict[torch.dtype, ctypes.CDLL | str] = {}  # a failure is not tried again in this process
+
+
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The same, or the reason that there are none. A failure is not tried again in this process."""
+    """The same, or the reason that there are none."""
     try:
         _check_machine(dtype)
         return _declared(_allowed(_loaded(dtype)))
@@ -244,20 +258,30 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
 
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the kernels from the cache folder if an intact file is there; otherwise compile them, and keep them there if possible."""
-    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    named = os.environ.get("CC", "")
+    compiler = shutil.which(named) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
+    if named and shutil.which(named) is None:
+        warn_once(f"CC={named!r} is no program, so {compiler} compiles the native kernels")
     machine = platform.machine()
     asked = INSTRUCTIONS[machine].get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
     flags = [*FLAGS, ALL[machine], *asked, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    if "avx512f" in cpu_flags() and "avx512bw" not in cpu_flags():
+        flags.append("-mno-avx512f")  # the kernels need both, or AVX2
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
         try:
             return ctypes.CDLL(str(kept))
-        except OSError:  # such as from a folder from which nothing may be executed; the one that is compiled into may allow it
-            pass
-    made = _compile(compiler, flags)
+        except OSError as error:  # such as from a folder from which nothing may be executed; the one that is compiled into may allow it
+            warn_once(f"compiled kernels cannot be loaded from {folder}, so every process compiles them anew: {error}")
+    try:
+        made = _compile(compiler, flags)
+    except (OSError, subprocess.TimeoutExpired):
+        if kept is None or not _whole(kept):
+            raise
+        return ctypes.CDLL(str(kept))  # another process has compiled them meanwhile
     if kept is not None and not _whole(kept):  # another process may have kept it meanwhile, and a third one may be about to load it
         try:
             kept.unlink(missing_ok=True)  # it may be damaged, and have any mode

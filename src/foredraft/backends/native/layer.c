@@ -540,9 +540,9 @@ INLINE f32 exact_gelu(f32 x) {
 INLINE f32 activated(f32 x, int activation) {
     switch (activation) {
         case GELU: return gelu(x);
-        case RELU: return f32_max(x, f32_zero());
+        case RELU: return f32_max(f32_zero(), x);  // of NaN and a number the second is kept
         case EXACT: return exact_gelu(x);
-        case SQUARED: x = f32_max(x, f32_zero()); return rounded(f32_mul(x, x));
+        case SQUARED: x = f32_max(f32_zero(), x); return rounded(f32_mul(x, x));
         default: return silu(x);
     }
 }

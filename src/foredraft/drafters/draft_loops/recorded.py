@@ -184,6 +184,7 @@ class RecordedLoop:
             and self.target.device == request.device
             and (sampler.noise is None or type(sampler.noise) is Noise)
             and not any(stage.foreign or stage.kind.reads != "nothing" or stage.kind.strict for stage in pipeline.stages)
+            and not any(isinstance(stage.key, int) for stage in pipeline.stages)  # of this request alone: nothing recorded would come again
             and all(each == pipeline for each in sampler.pipelines)
             and len(set(sampler.sampled)) == 1
             and all(len(row.ids) > 1 for row in request.rows)
@@ -233,7 +234,7 @@ class RecordedLoop:
 
 
 def within(tree: TokenTree, request: DraftRequest) -> Tensor | None:
-    """``tree.valid`` with nodes beyond a row's limit as filler, without waiting for the device as :meth:`TokenTree.within` does."""
+    """``tree.valid`` with nodes beyond a row's limit as filler, without waiting for the device as :meth:`TokenTree.truncate` does."""
     if min(request.limits) >= request.depth:
         return tree.valid
     allowed = tree.depths <= to_device(request.limits, tree.tokens.device)[:, None]
