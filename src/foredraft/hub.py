@@ -32,7 +32,7 @@ def parted(source: str) -> tuple[str, str | None]:
     plain = source.replace(os.sep, "/")
     folder, _, name = plain.rpartition("/")
     parts = plain.split("/")
-    if len(parts) > 3 and not plain.startswith((".", "/", "~")) and not Path(folder).is_dir():  # in a folder of a hub repository
+    if len(parts) > 3 and not plain.startswith((".", "/", "~")) and not Path(parts[0]).is_dir():  # in a folder of a hub repository
         return "/".join(parts[:2]), "/".join(parts[2:])
     return folder or ".", name
 

@@ -76,25 +76,26 @@ def load_model(
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     how["local_files_only"] = hub.on_this_machine(source)
     folder, file = hub.parted(source)
-    own = config_to_load(source, config, local_files_only=how["local_files_only"]) if file is None else None
-    if quantization is not None and (file is not None or own is not None):
-        raise already_quantized(source)
-    if own is not None:
-        how["config"] = own
-    elif quantization is not None:
-        how["quantization_config"] = config_for_loading(quantization)
     try:
+        own = config_to_load(source, config, local_files_only=how["local_files_only"]) if file is None else None
+        if quantization is not None and (file is not None or own is not None):
+            raise already_quantized(source)
+        if own is not None:
+            how["config"] = own
+        elif quantization is not None:
+            how["quantization_config"] = config_for_loading(quantization)
         if quantization is not None and quantization != "int8":
             with torch.device("meta"):
                 check_groups(loader.from_config(AutoConfig.from_pretrained(source, local_files_only=how["local_files_only"])), quantization)
         if file is not None:
             model = load_gguf(loader, folder, file, parse_dtype(dtype), **how)
         else:
-            model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
+            model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
     except ConfigurationError:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
+        own_code = "; load it with trust_remote_code=True yourself, and pass the object" if "auto_map" in config else ""
+        raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}{own_code}") from error
     if quantization is not None:
         check_quantized(model, source)
         quantize_experts(model, quantization)
@@ -103,12 +104,15 @@ def load_model(
 
 def loader_for(config: Mapping[str, Any]) -> tuple[Any, str]:
     """The class that loads a model with this ``config``, and what that is."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto import modeling_auto as names
 
+    kind = config.get("model_type")
     if not config.get("is_encoder_decoder"):
+        if kind in names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return AutoModelForImageTextToText, "a model that reads text and images"
         return AutoModelForCausalLM, "a causal language model"
-    if config.get("model_type") in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+    if kind in names.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
         return AutoModelForSpeechSeq2Seq, "a model that writes down speech"
     return AutoModelForSeq2SeqLM, "an encoder-decoder language model"
 

@@ -230,7 +230,8 @@ def without_detection(model: Any, processors: Sequence[Any], input_ids: Tensor, 
     if detection is None:
         return list(processors)
     mask = given.get("decoder_attention_mask")
-    logits = model(encoder_outputs=given["encoder_outputs"], decoder_input_ids=input_ids, decoder_attention_mask=mask).logits
+    where = {} if mask is None else {"decoder_position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}  # padding has none
+    logits = model(encoder_outputs=given["encoder_outputs"], decoder_input_ids=input_ids, decoder_attention_mask=mask, **where).logits
     scores = logits[:, -1].float()
     for each in processors:
         scores = each(input_ids, scores)
@@ -277,10 +278,15 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
         if isinstance(model_kwargs.get(name), list) or getattr(model_kwargs.get(name), "_is_user_defined", False):
             raise ConfigurationError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
     expected = EXPECTED_KWARGS | encoder_arguments(model)
-    odd = sorted(name for name, value in model_kwargs.items() if name not in expected and value is not None and value is not False)
+    odd = sorted(name for name, value in model_kwargs.items() if name not in expected and not unset(value))
     if odd:
         why = (REFUSED_ARGUMENTS | REFUSED_WITH_ENCODER).get(odd[0], "it would have to reach every pass of the model")
         raise ConfigurationError(f"{', '.join(odd)} is not supported: {why}")
+
+
+def unset(value: Any) -> bool:
+    """Whether an argument says nothing; transformers gives models that read images an empty dictionary of what their encoder returned."""
+    return value is None or value is False or (isinstance(value, dict) and not value)
 
 
 def check_shape(input_ids: Any) -> None:
@@ -306,6 +312,11 @@ def with_grammar(model: Any, arguments: dict[str, Any], tokenizer: Callable[[], 
     rest = {name: value for name, value in arguments.items() if name not in (*get_args(Kind), "grammar_backend")}
     if not given:
         return rest
+    if model.config.is_encoder_decoder and (forced := configured(model, rest, "forced_bos_token_id")) is not None:
+        raise ConfigurationError(
+            f"forced_bos_token_id={forced} is no text that a grammar allows; put it into decoder_input_ids, behind the start token, and "
+            "set model.generation_config.forced_bos_token_id = None"
+        )
     backend, eos = given.pop("grammar_backend", "auto"), configured(model, rest, "eos_token_id")
     own = Grammar(rest.get("tokenizer") or tokenizer(), backend=backend, eos=eos, **given)
     return {**rest, "logits_processor": LogitsProcessorList([*(rest.get("logits_processor") or ()), own])}

@@ -517,8 +517,8 @@ def custom_generate(
             prepared = Prepared.of(model, input_ids, seed=seed, **given).as_asked()
             if speculator is None or speculator.model is not model:
                 if speculator is not None:
-                    before, speculator = speculator, None
-                    before.close()
+                    speculator.close()
+                    speculator = None
                 speculator = Speculator(model, drafter, **options)
             run = Run(speculator, prepared)
         return run.finish_as_asked()

@@ -241,7 +241,7 @@ FAULTS = [
     Fault("attachment.py", 'return getattr, (self._model, "generate")', "return getattr, (self, '__call__')", ATTACH),
     Fault("attachment.py", "self._training.pop().training = True", "self._training.pop().training = False", ATTACH),
     Fault("attachment.py", "self._inside += 1", "self._inside = 1", ATTACH),
-    Fault("attachment.py", "base.generation_config = self._model.generation_config", "pass", ATTACH),
+    Fault("speculator.py", "base.generation_config = speculator.model.generation_config", "pass", ATTACH),
     Fault("changes.py", "isinstance(value, float) and value > 0", "isinstance(value, float) and value > 1", ATTACH),
     Fault("preparation.py", "criterion.done_tracker = [False]", "pass", ATTACH),
     Fault("preparation.py", "type(model).generate(model, *given,", "model.generate(*given,", ATTACH),
@@ -267,7 +267,7 @@ FAULTS = [
     Fault("traces.py", "whole = kept == len(path)", "whole = True", ROWS),
     Fault("traces.py", "path[-1] not in {values.parents[node] for node in nodes}", "True", ROWS),
     Fault("isolated.py", "        if isolation is None:\n", "        if True:\n", ISOLATED),
-    Fault("isolated.py", "del self.stores[next(iter(self.stores))]", "del self.stores[next(reversed(self.stores))]", ISOLATED),
+    Fault("isolated.py", "del self.stores[oldest]", "del self.stores[next(reversed(self.stores))]", ISOLATED),
     # -- penalties and log-probabilities
     Fault("penalties.py", "self.presence * (counts > 0)", "self.presence * counts", PENALTIES),
     Fault("penalties.py", "histories.depths[row][node] - penalty.prompt_length)", "histories.depths[row][node])", PENALTIES),

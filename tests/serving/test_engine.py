@@ -159,6 +159,16 @@ def test_the_rate_counts_busy_seconds_alone():
     assert rate.seconds(30) == 120
 
 
+def test_rows_that_end_together_do_not_look_quick():
+    """Sixty-four at once, every forty seconds."""
+    rate = DrainRate(64)
+    for burst in range(12):
+        for _ in range(400):
+            rate.step(0.1, 0)
+        rate.step(0.1, 64)
+        assert rate.per_second == pytest.approx(1.6, rel=0.01), burst
+
+
 def test_a_client_that_leaves_frees_its_rows_within_a_round():
     async def main() -> None:
         speculator = table_speculator()
@@ -268,11 +278,11 @@ def test_requests_that_wait_or_run_for_too_long_are_told():
 
 
 def test_what_would_wait_for_too_long_is_refused_at_once():
-    """One row per second is done, and a request may wait for 8: behind six rows it is most likely in time, behind seven it is not."""
+    """One row per second is done, and a request may wait for 10: behind six rows it is most likely in time, behind seven it is not."""
 
     async def main() -> None:
         speculator = table_speculator()
-        async with running(speculator, max_rows=1, queue_timeout=8) as engine:
+        async with running(speculator, max_rows=1, queue_timeout=10) as engine:
             speculator.drafter.pause = 0.01
             for _ in range(10):
                 engine._rate.step(1.0, 1)

@@ -992,3 +992,33 @@ def test_the_command_line_audits_and_tabulates(tmp_path):
     cells = json.loads((tmp_path / "table.json").read_text())["cells"]
     assert {cell["draft"] for cell in cells} == {"bigram", given[-1]}
     assert all(cell["alpha"]["value"] == cell["c_operations"] == 1 for cell in cells if cell["draft"] == given[-1])
+
+
+def test_one_padded_source_for_several_beginnings():
+    """The mask is the source's; in transformers it counts for every row."""
+    model = build("bart")
+    given = padded([*texts((9,)), [*texts((5,))[0]]])
+    several = {"input_ids": given["input_ids"][1:], "attention_mask": given["attention_mask"][1:]}
+    begun = torch.tensor([[START, 7], [START, 8], [START, 9]])
+    alone = {"input_ids": torch.tensor([texts((5,))[0]])}
+    wanted = [model.generate(**alone, decoder_input_ids=begun[row : row + 1], **OPTIONS)[0] for row in range(3)]
+    found = drafting("bart").generate(**several, decoder_input_ids=begun, **OPTIONS).sequences
+    assert all(found[row, : len(line)].tolist() == line.tolist() for row, line in enumerate(wanted))
+    with pytest.raises(ConfigurationError, match="decoder_input_ids have 3 rows for 2 sources"):
+        drafting("bart").generate(**given, decoder_input_ids=begun, **OPTIONS)
+
+
+def test_a_grammar_and_a_token_that_is_forced_are_refused_together():
+    with pytest.raises(ConfigurationError, match="forced_bos_token_id=7 is no text that a grammar allows"):
+        drafting("bart").generate(**sources("bart"), **OPTIONS, forced_bos_token_id=7, regex="a+", tokenizer=object())
+
+
+def test_the_command_line_reads_what_the_model_reads(tmp_path, monkeypatch):
+    """Also where nothing is known of a model before it is loaded; and beams that its configuration asks for are left out."""
+    save_t5(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 4}))
+    monkeypatch.setattr("foredraft.cli.checks.config_here", lambda source: {})
+    run = lambda *given: CliRunner().invoke(app, ["generate", "--target", str(tmp_path), "--max-new-tokens", "3", *given])  # noqa: E731
+    assert run("--source", "a b").exit_code == 0
+    assert "give what it reads as --source TEXT" in run("a b").stderr.replace("\n", " ")

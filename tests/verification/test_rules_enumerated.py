@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from foredraft.admission import Admission
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.none import NoDrafter
 from foredraft.logits.noise import Purpose, Randomness
 from foredraft.planning import FixedPlanner
-from foredraft.rows import RowParameters
+from foredraft.rows import RowParameters, SessionRow
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.testing import (
@@ -66,14 +67,14 @@ Q = ProbabilityTable.random(3, seed=2)
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration of the loop; ``count`` new tokens are more than one round can yield."""
+    """A configuration of the loop; ``count`` new tokens are more than one round can yield, which is three by default."""
 
     rule: str
     q: ProbabilityTable | None = None  # None: nothing is drafted
     proposal: Proposal = "iid"
     p: ProbabilityTable = P
     shape: str = "chain(2)"
-    count: int = 5
+    count: int = 4
     depth: int | None = None
     grow: Callable[[Sequence[int]], bool] = lambda text: True
 
@@ -172,6 +173,20 @@ def test_the_law_of_continuations_is_the_targets(case: Case):
     law = case.law()
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     assert distance(law, plain_law(case.p, PROMPT, case.count)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal, iid, a chain", "match, iid"])
+def test_so_is_that_of_rows_that_are_set_aside(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Each row once, for want of memory: it is read again from its tokens, and goes on."""
+    gone: list[SessionRow] = []
+
+    def excess(self: Admission, rows: Sequence[SessionRow]) -> list[SessionRow]:
+        found = [row for row in rows if len(row.ids) > len(PROMPT) + 1 and not any(row is each for each in gone)]
+        gone[:] = found or gone  # one row lives at a time
+        return found
+
+    monkeypatch.setattr(Admission, "excess", excess)
+    assert CASES[name].error() < EXACT and gone
 
 
 @pytest.mark.parametrize("name", ["match, no drafter", "match, deterministic, ragged depth", "match, keyed, zeros in both"])

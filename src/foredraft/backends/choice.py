@@ -188,7 +188,7 @@ def _over_pages(backend: Way, pages: Paged | None) -> Way:
 def _hints(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> tuple[int, ...]:
     """The layouts to choose among."""
     missing = native.refusal(facts.model.dtype)
-    if missing is not None and facts.device.type == "cpu":
+    if missing is not None:
         reasons["fused"] = f"the native kernels cannot be used: {missing}"
     if execution == "native":
         if missing is not None:

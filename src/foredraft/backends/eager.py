@@ -97,9 +97,11 @@ class ModelCall:
         if self._takes_positions:
             arguments["position_ids"] = positions
         if keep is not None and self._takes_logits_to_keep:
-            last_only = all(node == tokens.shape[1] - 1 for node in keep)
-            where_kept = torch.device("cpu") if spread(self.model) else tokens.device  # an index on the CPU fits states on any device
-            arguments["logits_to_keep"] = 1 if last_only else to_device(sorted(set(keep)), where_kept)
+            # With a number, Gemma 4 has its last layers compute the last token alone, which attention over pages does not take.
+            paged = "foredraft_pages" in vars(self.model.config.get_text_config())
+            last_only = all(node == tokens.shape[1] - 1 for node in keep) and not paged
+            kept = sorted(set(keep))  # of a model on several devices a list: accelerate would move a tensor to the first one
+            arguments["logits_to_keep"] = 1 if last_only else kept if spread(self.model) else to_device(kept, tokens.device)
         if self.decoder is not None and isinstance(cache, SourcedCache):
             self.decoder.enter(cache)
         with ExitStack() as overrides:

@@ -191,7 +191,7 @@ class Flexed(Eager):
         try:
             with self.in_use():
                 return self.called(given, wide, positions, mask, where)
-        except TorchDynamoException as error:
+        except (FailOnRecompileLimitHit, TorchDynamoException) as error:
             self.flexed -= 1
             self.given_up = not isinstance(error, FailOnRecompileLimitHit)
             why = f"torch could not compile it: {failure(error)}" if self.given_up else "torch compiles no more shapes of it"
@@ -267,6 +267,8 @@ def attention_test(backend: Flexed) -> str | None:
             expected = backend.plain(given).logits
             backend.calls = 0
             difference = differs(facts.model, backend.forward(given).logits, expected)
+            if backend.given_up:
+                return backend.reasons["flex"]
             if difference is not None or not backend.calls:
                 return difference or "its layers do not ask transformers' attention interface"
         return None

@@ -357,3 +357,6 @@ def logits_of_test(backend: Backend) -> Iterator[Tensor]:
     backend.cache.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
     backend.cache.compact([0])
     yield score(TokenTree.root(tokens[:1, 0]))
+    chain = TokenTree.from_chain(tokens[:1])
+    given = ForwardPass(chain, tree_window(chain, backend.cache.lengths), chain.tokens, keep=[chain.nodes - 1])
+    yield backend.forward(given).logits

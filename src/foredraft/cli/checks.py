@@ -86,11 +86,19 @@ def check_source_text(target: str, prompt: str | None, source: str | None, file:
     """Refuse what an encoder is to read where there is none, and a text to continue where there is one."""
     if source is not None and (prompt is not None or file is not None):
         raise ConfigurationError("give --source TEXT alone, without PROMPT or --prompts FILE")
-    if not (config := config_here(target)):
-        return
-    if source is not None and not config.get("is_encoder_decoder"):
+    if config := config_here(target):
+        check_source_is_read(target, bool(config.get("is_encoder_decoder")), source=source is not None, prompt=prompt is not None)
+
+
+def check_source_is_read(target: str, encoder: bool, *, source: bool, prompt: bool) -> None:
+    """Whether there is an ``encoder`` to read a ``source`` that was given, and none where a ``prompt`` was.
+
+    Raises:
+        ConfigurationError: names what to give instead.
+    """
+    if source and not encoder:
         raise ConfigurationError(f"{target!r} has no encoder to read --source; give the text as PROMPT")
-    if prompt is not None and config.get("is_encoder_decoder"):
+    if prompt and encoder:
         raise ConfigurationError(f"{target!r} has an encoder: give what it reads as --source TEXT, and leave PROMPT out")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import typer.core
 from foredraft import __version__, verification
 from foredraft.cli import options, tables
 from foredraft.cli.audit import audit
-from foredraft.cli.checks import check, check_extra, check_grammar, check_model, check_output, check_source_text
+from foredraft.cli.checks import check, check_extra, check_grammar, check_model, check_output, check_source_is_read, check_source_text
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
 from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json, writing
@@ -134,7 +135,8 @@ def generate(
         from foredraft.cli.generation import generate
 
         try:
-            outcome = generate(texts, configuration, decoding, printer, progress)
+            reads = partial(check_source_is_read, target, source=source is not None, prompt=prompt is not None)
+            outcome = generate(texts, configuration, decoding, printer, progress, reads=reads)
         finally:
             printer.end_line()
         printer.finished(outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +28,22 @@ if TYPE_CHECKING:
     from foredraft.cli.printers import Printer
 
 
-def generate(prompts: Sequence[str], configuration: Configuration, decoding: Decoding, printer: Printer, progress: Progress) -> Outcome:
-    """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is."""
+def generate(
+    prompts: Sequence[str],
+    configuration: Configuration,
+    decoding: Decoding,
+    printer: Printer,
+    progress: Progress,
+    *,
+    reads: Callable[[bool], None] = lambda encoder: None,
+) -> Outcome:
+    """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is. ``reads`` is told whether the target has
+    an encoder, and raises where the prompts are not for such a model."""
     tokenizer = load_tokenizer(configuration.target)
     system, name = messages("system", decoding.system), configuration.target
     rows = [encode(tokenizer, [*system, *messages("user", each)] if decoding.chat else each, name) for each in prompts]
     speculator = load_speculator(configuration, tokenizer)
+    reads(speculator.target.sourced)
     if printer.verbose:
         progress.clear()
         note(execution_line(speculator.target.execution, speculator.target.reasons))

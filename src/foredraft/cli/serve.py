@@ -155,8 +155,7 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
 
 
 def read(path: Path) -> str:
-    """The text of a file, without the mark that some editors put in front of it."""
-    return read_text(path.expanduser()).removeprefix("\ufeff")
+    return read_text(path.expanduser())
 
 
 def read_keys(given: Sequence[str], path: Path | None) -> list[str]:

@@ -121,7 +121,8 @@ class Decoding:
         read = {"tokenizer": tokenizer, **self.matched} if self.stop or self.matched else {}
         stop = {"stop_strings": list(self.stop)} if self.stop else {}
         sampling = self.sampling() if self.sampled(defaults) else {"do_sample": False}
-        return {**{name: value for name, value in given.items() if value is not None}, **read, **stop, **sampling}
+        beams = {"num_beams": 1} if (defaults.num_beams or 1) > 1 else {}  # as many checkpoints for translation ask for
+        return {**{name: value for name, value in given.items() if value is not None}, **read, **stop, **sampling, **beams}
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 from foredraft import hub, zoo
 from foredraft.cli.pairs import Pair, pair_for
 from foredraft.errors import ConfigurationError, UnsupportedModelError
-from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, SLOT_POSITIONS
+from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, ROLLS_BACK, SLOT_POSITIONS
 
 SMALLER = 3  # so many times larger than its draft a target must be
 PLAIN_MLP = {"gpt2", "opt", "gpt_neox", "bloom", "starcoder2", "gpt_neo", "mpt", "falcon", "phi"}  # two matrices; others have three
@@ -33,7 +33,8 @@ def suggest(source: str) -> list[str]:
         why = "keeps a recurrent state that cannot roll back a rejected token"
         raise UnsupportedModelError(f"{source!r} ({kind}) {why}; use model.generate")
     billions = parameters(source, config)
-    chains = kind in RECURRENT_IN_STEPS or kind in SLOT_POSITIONS
+    types = set(config.get("layer_types") or ())
+    chains = kind in SLOT_POSITIONS or (kind in RECURRENT_IN_STEPS and not (types and types <= {*ROLLS_BACK, "attention"}))
     layers, vocab = number(config, "num_hidden_layers", "n_layer"), number(config, "vocab_size")
     facts = [str(kind), f"{layers} layers", f"a vocabulary of {vocab:,}", f"about {billions:.2g} B parameters"]
     lines = [f"{source}: {', '.join(facts)}", "Drafts may be chains only." if chains else "Drafts may be chains and trees.", ""]

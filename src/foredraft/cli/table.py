@@ -165,7 +165,7 @@ def rule_of(setting: Setting, drafter: Drafter, gamma: int) -> str:
 def take_turns(ways: list[Way], prompts: Sequence[Mapping[str, Any]], setting: Setting, temperature: float) -> None:
     """Every way on every prompt, ``repeats`` times after a warm-up, in an order that changes from repeat to repeat. What drafters learn
     from a text, they forget before the next turn, in which the same text may come again."""
-    sampling = Decoding(temperature=temperature, top_k=0).sampling()
+    sampling = {**Decoding(temperature=temperature, top_k=0).sampling(), "num_beams": 1}
     for each in ways:
         each.seconds, each.rounds = [[] for _ in prompts], [[] for _ in prompts]
     for repeat in range(setting.repeats + 1):

@@ -122,7 +122,8 @@ class NGram(Drafter):
     def end(self, rows: Sequence[Row]) -> None:
         self._count(rows)
         for row in rows:
-            self._counted.pop(row.slot, None)
+            if getattr(getattr(row, "stats", None), "finish_reason", "over") is not None:  # or else it was set aside, and goes on
+                self._counted.pop(row.slot, None)
 
     def reset(self) -> None:
         self._counted.clear()
@@ -137,7 +138,9 @@ class NGram(Drafter):
             return
         if isinstance(self._made_from[0], NGramModel):
             raise ConfigurationError("ngram cannot forget what it added to an NGramModel object; save the model first and pass the file")
+        size = self.model.vocab_size
         self.model = self._load(*self._made_from)
+        self.model.vocab_size = None if self.model.vocab_size is None else size  # which may be the target's
         self._isolated = self._models()
         self._counted.clear()
 

@@ -301,8 +301,13 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
         given: ``attention_mask``, ``encoder_outputs`` and whatever else the encoder takes, of every row.
     """
     name, outputs = model.main_input_name, given.get("encoder_outputs")
-    copies = rows // len(inputs)
-    taken = inspect.signature(model.get_encoder().forward).parameters
+    copies, taken = rows // len(inputs), inspect.signature(model.get_encoder().forward).parameters
+    if rows % len(inputs):
+        raise ConfigurationError(f"decoder_input_ids have {rows} rows for {len(inputs)} sources; give as many for each source")
+    if name == "input_ids":
+        given = {key: spread_over(each, len(inputs), rows) if key in taken else each for key, each in given.items()}
+        if (mask := given.get("attention_mask")) is not None and len(mask) != rows:
+            raise ConfigurationError(f"attention_mask has {len(mask)} rows for {len(inputs)} sources; give one for each source")
     parts = {key: each for key, each in given.items() if isinstance(each, Tensor) and key in taken and len(each) == rows}
     states = None if outputs is None or not len(outputs) else outputs[0]
     seen = getattr(outputs, "attention_mask", None)  # which states are not padding, where the encoder says that itself
@@ -322,6 +327,12 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
         source = Source(own, read, ids)
         sources.append(found.setdefault(source, source))
     return sources
+
+
+def spread_over(each: Any, sources: int, rows: int) -> Any:
+    """A tensor of every source as one of every row; anything else as it is."""
+    whole = isinstance(each, Tensor) and each.ndim > 0 and len(each) == sources != rows
+    return each.repeat_interleave(rows // sources, 0) if whole else each
 
 
 def check_source(model: Any, source: Source) -> None:

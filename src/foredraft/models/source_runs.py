@@ -291,6 +291,12 @@ class SourcedPages(SourcedCache, PagedCache):
         self.run_bytes, self._beside_runs = run_bytes, 0
         super().__init__(kinds, handed=handed)
 
+    def keep_to(self, other: PagedCache) -> None:
+        super().keep_to(other)
+        if isinstance(other, SourcedPages):
+            self.runs.spare = other.runs.spare
+            self.runs.keep_to(other.runs)
+
     @property
     def pools(self) -> list[PagePool | RunPool]:
         return [*super().pools, self.runs]

@@ -126,6 +126,8 @@ def context_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in [ropes, *ropes.values()] if isinstance(rope, dict) and rope.get("rope_type")]
     changing = [rope for rope in kinds if rope["rope_type"] == "longrope" or "dynamic" in rope["rope_type"]]
+    if config.model_type.startswith("hunyuan"):  # its dynamic scaling is a fixed one where there is an alpha
+        changing = [rope for rope in changing if not rope.get("alpha")]
     if not changing or longest is None:
         return (None if kinds else longest), longest
     rope_type = changing[0]["rope_type"]
@@ -146,7 +148,8 @@ def chains_only(model: PreTrainedModel) -> str | None:
     """Why ``model``, which passed :func:`check_model`, can verify chains but no branching trees; None if it takes trees."""
     config = model.config.get_text_config()
     name = describe(model)
-    if config.model_type in RECURRENT_IN_STEPS:
+    layers = set(getattr(config, "layer_types", None) or ())
+    if config.model_type in RECURRENT_IN_STEPS and not (layers and layers <= ROLLS_BACK):  # Granite 4 has some without a recurrent layer
         return f"{name} keeps a recurrent state, which can roll back but not branch"
     if config.model_type in SLOT_POSITIONS:
         return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, so it can roll back but not branch"

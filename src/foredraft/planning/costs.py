@@ -104,7 +104,8 @@ class CostModel:
 
     def leaving(self, rows: int) -> dict[int, float]:
         """:attr:`exits` of the nearest number of rows; empty where nothing was measured."""
-        return self.exits[min(self.exits, key=lambda each: abs(each - rows))] if self.exits else {}
+        known = {each: found for each, found in self.exits.items() if found}
+        return known[min(known, key=lambda each: abs(each - rows))] if known else {}
 
     def catching_up(self, rows: int, behind: int) -> float:
         """Seconds to read ``behind`` tokens, all rows together."""
@@ -162,11 +163,11 @@ class CostModel:
         """What was measured, for a profile; corrections are of the day."""
         return {
             "target": _written(self.target),
-            "level": {} if self.exits else _written(self.level),  # it is that of one exit
+            "level": {} if any(self.exits.values()) else _written(self.level),  # it is that of one exit
             "context": self.context,
             "fixed": {str(rows): seconds for rows, seconds in self.fixed.items()},
             "catch_up": {str(rows): seconds for rows, seconds in self.catch_up.items()},
-            "exits": {str(rows): {str(layer): seconds for layer, seconds in each.items()} for rows, each in self.exits.items()},
+            "exits": {str(rows): {str(layer): seconds for layer, seconds in each.items()} for rows, each in self.exits.items() if each},
             "spent": self.spent,
         }
 

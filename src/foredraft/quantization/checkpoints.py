@@ -9,6 +9,7 @@ loading, through the interface that it has for such methods; nothing of it is ch
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -266,6 +269,17 @@ def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
     return None if torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)) else order
 
 
+def renamed(model: nn.Module, there: Mapping[str, Any]) -> dict[str, Any]:
+    """``there`` by the names that transformers gives the tensors in ``model``."""
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    found = {}
+    for name, about in there.items():
+        for each in renamings:
+            name, _ = each.rename_source_key(name)
+        found[name] = about
+    return found
+
+
 class Layer(nn.Module):
     """The tensors of one linear layer in the files, while they are read."""
 
@@ -313,7 +327,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **others: Any) -> None:
         config = self.quantization_config
         needed, possible = PARTS[config.form]
-        there = headers(checkpoint_files or ()) if config.there is None else config.there
+        there = renamed(model, headers(checkpoint_files or ())) if config.there is None else config.there
         there = {name.replace(".block_sparse_moe.", ".mlp."): each for name, each in there.items()}  # as transformers renames Mixtral's
         config.there = None
         found = self._make_room_for_experts(model, there)
@@ -374,7 +388,10 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         config, modules = self.quantization_config, dict(model.named_modules())
         mark = f".{PARTS[config.form][0][-1]}"
+        ignored: Any = model._keys_to_ignore_on_load_unexpected or ()  # such as layers that predict further tokens
         for name in (each.removesuffix(mark) for each in there if each.endswith(mark)):
+            if any(re.search(each, name) for each in ignored):
+                continue
             if not isinstance(modules.get(name), Layer) and (name in modules or ".experts." in name):
                 raise ConfigurationError(
                     f"the checkpoint {config.source!r} has {name} quantized with {config.original['quant_method']}, which is not read for "

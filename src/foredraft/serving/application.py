@@ -11,19 +11,17 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from foredraft.errors import ForedraftError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
 from foredraft.serving.engine import Engine
 from foredraft.serving.failures import ApiError, Handler, busy, guarded, refused, told
 from foredraft.serving.jobs import Failed, Job, Joined
-from foredraft.serving.protect import Protection, field_error, read_json
+from foredraft.serving.protect import Protection, read_json
 from foredraft.serving.requests import Requests
 from foredraft.serving.responses import Answer, ChatAnswer, CompletionAnswer, Facts
 from foredraft.serving.roll import RollRequest, router
@@ -209,7 +207,11 @@ class Server:
     def card(self) -> dict[str, Any]:
         name = self.settings.model
         about = {"id": name, "object": "model", "created": self.created, "owned_by": "foredraft", "root": name, "parent": None}
-        return {**about, "max_model_len": self.requests.longest, "chat": bool(self.requests.chat.template)}
+        return {**about, "max_model_len": self.requests.longest, **self._abilities()}
+
+    def _abilities(self) -> dict[str, bool]:
+        """Whether there is a chat template, and whether a text depends on its seed alone, rounding aside."""
+        return {"chat": bool(self.requests.chat.template), "exact": isinstance(self.engine.session.loop.rule, Match)}
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken."""
@@ -232,12 +234,10 @@ async def exhaust(events: AsyncIterator[Any]) -> None:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
-        error = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers)
-    elif isinstance(error, RequestValidationError):  # of a path that leaves its body to FastAPI
-        error = field_error(error.errors(), error.body)
-    return told(error).response()
+    """Of what no route is for; routes answer for their own errors."""
+    assert isinstance(error, HTTPException)
+    words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
+    return ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers).response()
 
 
 def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
@@ -273,8 +273,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
         found.include_router(router(server.engine, speculator, server.names), responses=openapi.ERRORS)
         pages.add(found)
         bodies.append(RollRequest)
-    for kind in (ApiError, HTTPException, RequestValidationError, ForedraftError):
-        found.add_exception_handler(kind, answer_error)
+    found.add_exception_handler(HTTPException, answer_error)
     openapi.add_schemas(found, bodies)
     found.add_middleware(Protection, settings=settings)
     if settings.cors_origins:

@@ -31,7 +31,7 @@ State = Literal["new", "ready", "draining", "dead"]
 LOOK = 0.05  # seconds between two looks for requests that have waited or run for too long
 FATAL = 3  # steps that fail with no row done in between before the engine gives up
 CALLS = 8  # of :meth:`Engine.alone` that may wait
-MARGIN = 0.75  # of the time that a request may wait: if it is likely to wait longer, it is refused, for rows differ in length
+MARGIN = 0.6  # of the time that a request may wait: if it is likely to wait longer, it is refused, for rows differ and end in waves
 PATIENCE = 5.0  # seconds that a call of :meth:`Engine.alone` waits until no row is live
 
 
@@ -76,7 +76,7 @@ class Engine:
         self._joined = False  # the last step read new rows, so that the live ones have waited
         self._failures = 0
         self._looked = 0.0
-        self._rate = DrainRate()
+        self._rate = DrainRate(settings.max_rows)
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
 
     # -- on the event loop ----------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ NAMES = 64  # patterns of property names
 PROPERTIES = 1_000  # of one object; the cost grows with their square
 SAME = ("anyOf", "oneOf", "not", "if", "then", "else")  # these say more about the same value
 EMBEDDED = re.compile(r"%json\s*")  # a schema in a Lark grammar
-QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/')  # its strings, comments and patterns
+# Its strings, comments and patterns, closed or not: so that a match begins at each of them, and nothing is read twice.
+QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"?|(?:#|//)[^\n]*|/(?:\\[\s\S]|[^/\\])+/?')
 
 
 def check(kind: str, source: Any) -> None:
@@ -37,7 +38,7 @@ def check(kind: str, source: Any) -> None:
             schemas = [json.loads(source) if isinstance(source, str) else source]
         elif kind == "grammar":
             if QUOTED.sub("", source).count("&") >= TOGETHER:
-                raise ConfigurationError(f"the grammar intersects more than {TOGETHER} terminals; use fewer")
+                raise ConfigurationError(f"the grammar has {TOGETHER} or more '&', which intersect terminals; use fewer")
             schemas = [json.JSONDecoder().raw_decode(source, found.end())[0] for found in EMBEDDED.finditer(source)]
         else:
             return

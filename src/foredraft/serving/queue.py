@@ -122,10 +122,11 @@ class FairQueue:
 
 
 class DrainRate:
-    """How many rows are over per second in which rows were decoded, whatever ended them: the last :data:`DONE` of them count."""
+    """How many rows are over per second in which rows were decoded, whatever ended them: the last :data:`DONE` of them count, or those of
+    four times as many ``rows`` as live at once, if these are more. Rows that began together end together, so fewer would say nothing."""
 
-    def __init__(self) -> None:
-        self._done: deque[float] = deque(maxlen=DONE)  # by the clock below
+    def __init__(self, rows: int = 1) -> None:
+        self._done: deque[float] = deque([0.0], maxlen=1 + max(DONE, 4 * rows))  # the beginning, then by the clock below
         self._busy = 0.0  # seconds of decoding so far
 
     def step(self, seconds: float, done: int) -> None:
@@ -136,8 +137,8 @@ class DrainRate:
     @property
     def per_second(self) -> float | None:
         """None before two rows are done."""
-        spent = self._busy - self._done[0] if self._done else 0.0
-        return (len(self._done) - 1) / spent if spent > 0 and len(self._done) > 1 else None
+        spent = self._busy - self._done[0]
+        return (len(self._done) - 1) / spent if spent > 0 and len(self._done) > 2 else None
 
     def seconds(self, rows: int) -> float:
         """About how long until ``rows`` more are done, as clients are told."""

@@ -156,7 +156,7 @@ class Requests:
             if most <= length:
                 raise refused(
                     f"the prompt has {length} tokens; without max_tokens a text has at most {most}: give max_tokens or a shorter prompt",
-                    "messages" if isinstance(request, ChatRequest) else "prompt",
+                    "messages",  # completions have a limit of their own
                     "context_length_exceeded",
                 )
             return most - length

@@ -177,7 +177,6 @@ def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
         "root": {"token": done.root, "text": names.text(done.root)},
         "round": {
             **round_of(roll, names),
-            "likely": [shown(each) for each in roll.likely],
             "residual": roll.residual and shown(roll.residual),
         },
         "rolls": sum(tally.landed),
@@ -186,6 +185,7 @@ def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
         "first": [{"token": token, "text": names.text(token), "count": count, "p": tally.p[token]} for token, count in tally.first.items()],
         "distance": tally.distance,
         "chance": tally.chance,
+        "spread": tally.spread,
     }
 
 

@@ -107,7 +107,6 @@ class Roll:
         ended: "mismatch", "end of draft" or "no draft".
         coins: that were thrown, in order.
         thresholds: per node, what p must exceed under the rule ``typical``; else None.
-        likely: after each node of the path, the target's likeliest tokens.
         residual: what the bonus token was drawn from where that is not p: its likeliest tokens, with ``weight``. Else None.
     """
 
@@ -121,7 +120,6 @@ class Roll:
     ended: str
     coins: list[Coin]
     thresholds: list[float | None] | None
-    likely: list[list[Likely]]
     residual: list[Likely] | None
 
 
@@ -135,6 +133,7 @@ class Tally:
         first: the first token of each roll: how often it came, beside p; the likeliest ones are always in it.
         distance: total variation between the frequencies of first tokens and p.
         chance: the distance that so many draws from p have on average, about, those before ``first`` counted as well.
+        spread: its standard deviation at most.
     """
 
     landed: list[int]
@@ -143,6 +142,7 @@ class Tally:
     p: dict[int, float]
     distance: float
     chance: float
+    spread: float
 
 
 @dataclass
@@ -208,13 +208,15 @@ def tally_of(landed: list[int], counts: dict[int, int], p: Tensor, expected: lis
     tokens = dict.fromkeys([*p.topk(min(FIRST, int((p > 0).sum()))).indices.tolist(), *counts])
     known = {token: float(p[token]) for token in tokens}
     distance = 1 - sum(min(count / rolls, known[token]) for token, count in counts.items())
-    return Tally(landed, expected, {token: counts.get(token, 0) for token in tokens}, known, max(0.0, distance), chance_distance(p, draws))
+    return Tally(landed, expected, {token: counts.get(token, 0) for token in tokens}, known, max(0.0, distance), *chance_distance(p, draws))
 
 
-def chance_distance(p: Tensor, draws: int) -> float:
+def chance_distance(p: Tensor, draws: int) -> tuple[float, float]:
     """About the mean total variation between p ``[V]`` and the frequencies of so many draws from it: half the sum of the mean deviations,
-    by the normal law where a token is expected often, and at most 2 p where it hardly ever comes."""
-    return float(torch.minimum(2 * p, (2 * p * (1 - p) / (pi * draws)).sqrt()).sum() / 2)
+    by the normal law where a token is expected often, and at most 2 p where it hardly ever comes. And its standard deviation at most, by
+    the inequality of Efron and Stein: one draw more or less moves it by 1 / draws, unless it is the same token."""
+    mean = torch.minimum(2 * p, (2 * p * (1 - p) / (pi * draws)).sqrt()).sum() / 2
+    return float(mean), float(((1 - (p * p).sum()).clamp(min=0) / (2 * draws)).sqrt())
 
 
 def landing(recorded: Recorded, proposal: Proposal, depth: int) -> Tensor | None:
@@ -279,7 +281,6 @@ def roll_of(recorded: Recorded, row: int = 0) -> Roll:
         ended="no draft" if not drafted else "mismatch" if any(parents[node] == last for node in drafted) else "end of draft",
         coins=[coin for coin in coins_of(recorded, row, number) if coin.node],
         thresholds=None if thresholds is None else [None, *(thresholds[parents[node]] for node in drafted)],
-        likely=[likely(p[row, node], None if q is None or node >= q.shape[1] else q[row, node]) for node in path],
         residual=None if weights is None or same(weights, p[row, last]) else residual_of(weights, p[row, last], q, row, last, bonus),
     )
 
@@ -295,11 +296,6 @@ def residual_of(weights: Tensor, p: Tensor, q: Tensor | None, row: int, node: in
     tokens += [] if bonus in tokens else [bonus]
     of = None if q is None or node >= q.shape[1] else q[row, node]
     return [Likely(token, float(p[token]), None if of is None else float(of[token]), float(shares[token])) for token in tokens]
-
-
-def likely(p: Tensor, q: Tensor | None) -> list[Likely]:
-    tokens = p.topk(min(LIKELIEST, int((p > 0).sum()))).indices.tolist()
-    return [Likely(token, float(p[token]), None if q is None else float(q[token])) for token in tokens]
 
 
 def coins_of(recorded: Recorded, row: int, number: dict[int, int]) -> list[Coin]:

@@ -51,7 +51,7 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
         "minItems": 1,
         "items": {"anyOf": calls},
         **most,
-        "$defs": {name: moved(schema, f"#/$defs/{name}") for name, schema in arguments.items()},
+        "$defs": {name: moved(unnamed(schema), f"#/$defs/{name}") for name, schema in arguments.items()},
     }
 
 
@@ -70,7 +70,7 @@ def free_calls(request: ChatRequest, tokenizer: Any, ends: Collection[int]) -> s
     call = {
         "x-guidance": ONE_LINE,
         "anyOf": [{"type": "object", "properties": each, "required": [*each], "additionalProperties": False} for each in orders],
-        "$defs": {name: moved(schema, f"#/$defs/{name}") for name, schema in arguments.items()},
+        "$defs": {name: moved(unnamed(schema), f"#/$defs/{name}") for name, schema in arguments.items()},
     }
     special = special_tokens(tokenizer)
     begin = f"begin: TEXT {BEGIN}" if BEGIN in special else f'begin[lazy]: TEXT "{BEGIN}"'
@@ -86,6 +86,11 @@ call: %json {schema}
 SPACE: /[ \n]?/
 TEXT: /(.|\n)*/
 """
+
+
+def unnamed(schema: Any) -> Any:
+    """``schema`` without an ``$id``, which would be another base for what its parts say of each other."""
+    return {word: value for word, value in schema.items() if word != "$id"} if isinstance(schema, dict) else schema
 
 
 def moved(schema: Any, place: str) -> Any:

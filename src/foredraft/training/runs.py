@@ -75,7 +75,8 @@ def run(
     for folder in data:
         Manifest.read(folder)  # before weights are read
     with alone_in(out / RUN):
-        place = own_device() if device in (None, "cuda", "gpu") else device  # each of several processes has a GPU of its own
+        own = device is None or (device in ("cuda", "gpu") and torch.cuda.is_available())  # each of several processes has a GPU of its own
+        place = own_device() if own else device
         model = load_model(target, dtype=dtype, device=place, encoders=options.kind not in WITHOUT_ENCODER)
         parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
         for part in parts:

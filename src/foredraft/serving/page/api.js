@@ -68,7 +68,7 @@ async function reason(response) {
 const sentence = (text) => text.replace(/^[a-z]+(?= )/, (word) => word[0].toUpperCase() + word.slice(1)).replace(/[^.!?]$/, "$&.");
 
 export const getJSON = async (path) => (await send(path)).json();
-export const getText = async (path) => (await send(path)).text();
+export const getText = async (path, signal) => (await send(path, { signal })).text();
 
 const post = (path, body, signal) =>
   send(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });

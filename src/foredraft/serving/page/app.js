@@ -20,8 +20,8 @@ const named = () => VIEWS.find(({ id }) => id === location.hash.slice(1)) ?? VIE
 /** What the views need to know of the server. */
 async function ask() {
   const models = await getJSON("v1/models");
-  const [{ id, chat }] = models.data;
-  return { model: id, chat };
+  const [{ id, chat, exact = true }] = models.data;
+  return { model: id, chat, exact };
 }
 
 function App() {
@@ -32,7 +32,8 @@ function App() {
   const main = useRef(null);
   const connect = () => {
     setProblem(null);
-    ask().then((found) => { setServer(found); watch(); }, setProblem);
+    const again = (found) => setServer((old) => ({ ...found, turns: old?.turns })); // it may be another model
+    ask().then((found) => { setServer(found); watch(() => ask().then(again, () => {})); }, setProblem);
   };
   useEffect(() => {
     onKeyNeeded((refused) => new Promise((answer) => setAsked({ refused, answer })));
@@ -65,10 +66,10 @@ function KeyDialog({ refused, answer }) {
     event.preventDefault();
     answer(new FormData(event.currentTarget).get("key").trim() || null);
   };
-  return html`<dialog ref=${dialog} aria-labelledby="key-title" onCancel=${() => answer(null)}>
+  return html`<dialog ref=${dialog} aria-labelledby="key-title" aria-describedby="key-about" onCancel=${() => answer(null)}>
     <form onSubmit=${done}>
       <h2 id="key-title">API key</h2>
-      <p>${refused ? "The server did not take this key. Enter another one." : "This server asks for a key. It is kept in this tab alone, until you close it."}</p>
+      <p id="key-about">${refused ? "The server did not take this key. Enter another one." : "This server asks for a key. It is kept in this tab alone, until you close it."}</p>
       <label class="field wide"><span>Key</span><input name="key" type="password" autocomplete="off" required autofocus /></label>
       <div class="buttons"><button type="submit" class="primary">Continue</button><button type="button" onClick=${() => answer(null)}>Cancel</button></div>
     </form>

@@ -5,30 +5,33 @@ import { getText } from "./api.js";
 import { Trouble } from "./parts.js";
 import { read, sample } from "./metrics.js";
 
-const EVERY = 1000, KEPT = 300, SHORTEST = 30; // milliseconds, seconds, seconds on the time axis
+const EVERY = 1000, PATIENCE = 5000, KEPT = 300, SHORTEST = 30; // milliseconds twice, seconds, seconds on the time axis
 
 const CHARTS = [
   { id: "length", name: "Acceptance length", unit: "tokens per drafted round", about: "Guesses kept in a round that drafted, and the token the model adds.", digits: 2, none: "no drafts" },
-  { id: "rate", name: "Speed", unit: "tokens/s", about: "New tokens of all requests together.", digits: 0 },
-  { id: "rows", name: "Requests", unit: "", about: "Being written, and waiting in the queue.", digits: 0 },
-  { id: "share", name: "Rounds that drafted", unit: "%", none: "no rounds", about: "The planner leaves drafts out where they do not pay, for instance under load.", digits: 0 },
+  { id: "rate", name: "Speed", unit: "tokens/s", about: "New tokens of all requests together.", digits: 0, none: "–" },
+  { id: "rows", name: "Requests", unit: "", about: "Being written, and waiting in the queue.", digits: 0, none: "–" },
+  { id: "share", name: "Rounds that drafted", unit: "%", none: "no rounds", about: "The drafter may have nothing to offer, and the planner leaves drafts out where they do not pay, for instance under load.", digits: 0 },
 ];
 
 const seen = { samples: [], problem: null, changed() {} };
 
-/** Looks every second from now on, whichever view is shown, so that Live has curves when somebody comes to it. */
-export async function watch(before = null) {
+/** Looks every second from now on, whichever view is shown, so that Live has curves when somebody comes to it; calls `back` when a server
+ * that did not answer does so again. */
+export async function watch(back, before = null) {
   let now = null;
   try {
-    now = { at: Date.now() / 1000, ...read(await getText("metrics")) };
+    now = { at: Date.now() / 1000, ...read(await getText("metrics", AbortSignal.timeout(PATIENCE))) };
     const next = sample(before, now);
     if (next) seen.samples = [...seen.samples.filter(({ at }) => at > next.at - KEPT && at < next.at), next]; // a hidden tab looks less often
+    if (seen.problem) back();
     seen.problem = null;
   } catch (error) {
     seen.problem = error;
+    if (seen.samples.length) seen.samples = [...seen.samples, { at: Date.now() / 1000, length: {}, rate: {}, rows: {}, share: {} }].slice(-KEPT); // a gap
   }
   seen.changed();
-  setTimeout(watch, EVERY, now);
+  setTimeout(watch, EVERY, back, now);
 }
 
 export function Live() {

@@ -4,7 +4,7 @@ import { html } from "./vendor/htm-preact-standalone.js";
 import { Say, percent, visible } from "./parts.js";
 
 const SHOWN = 8;
-const CHANCE = 1.4; // times the distance that chance alone leaves, up to which nothing is said against a rule
+const SPREADS = 2; // of the distance that chance alone leaves, up to which nothing is said against a rule
 
 /** Two tallies of the same rolls in one; `sum` is null at first. */
 export function joined(sum, next) {
@@ -21,19 +21,19 @@ export function joined(sum, next) {
     ...sum, rolls, first: tokens, landed: add(sum.landed, next.landed),
     expected: sum.expected && next.expected && add(sum.expected, next.expected),
     distance: Math.max(0, 1 - tokens.reduce((kept, { count, p }) => kept + Math.min(count / rolls, p), 0)),
-    chance: next.chance,
+    chance: next.chance, spread: next.spread,
   };
 }
 
 export function Many({ tally, running }) {
-  const { rolls, landed, expected, first, distance, chance, rule, lossless, drafter, shape } = tally;
+  const { rolls, landed, expected, first, distance, chance, spread, rule, lossless, drafter, shape } = tally;
   const mean = (counts) => counts.reduce((sum, count, index) => sum + index * count, 0) / rolls;
   const most = Math.max(...landed, ...(expected ?? []));
   const likely = [...first].sort((one, two) => two.p - one.p || two.count - one.count);
   const shown = [...new Set([...likely.slice(0, SHOWN), ...[...first].sort((one, two) => two.count - one.count).slice(0, 3)])];
   const rest = { p: 1 - shown.reduce((sum, { p }) => sum + p, 0), count: rolls - shown.reduce((sum, { count }) => sum + count, 0) };
   const highest = Math.max(...[...shown, rest].map(({ p, count }) => Math.max(p, count / rolls)));
-  const far = distance > CHANCE * chance;
+  const limit = chance + SPREADS * spread, far = distance > limit;
   return html`<section class="card many" aria-label="Many rolls">
     <header><h2>${rolls} rolls</h2><p class="note">${drafter}, ${shape}, rule <code>${rule}</code> ${!lossless && html`<span class="badge">lossy</span>`}</p></header>
     ${running && html`<progress max="500" value=${rolls} aria-label="Rolls made"></progress>`}
@@ -57,9 +57,8 @@ export function Many({ tally, running }) {
             <td class="draw"><${Versus} came=${count / rolls / highest} wanted=${p / highest} /></td>
             <td class="figure">${percent(count / rolls)}</td><td class="figure">${percent(Math.max(0, p))}</td></tr>`)}</tbody></table>
         <p class=${far ? "closing far" : "closing near"}><span class="mark" aria-hidden="true">${far ? "≠" : "≈"}</span>
-          <span><b>${percent(distance)}</b> away from the model's own probabilities. Even a perfect rule would be about <b>${percent(chance)}</b> off after ${rolls} rolls; with more
-            rolls this shrinks. ${far ? `This is more than ${CHANCE} times that: ${lossless ? "rare by chance alone, so roll again." : "this rule changes what the model says."}`
-            : `Up to ${CHANCE} times that passes for chance here.`}</span></p>
+          <span><b>${percent(distance)}</b> away from the model's own probabilities. Even a perfect rule would be about <b>${percent(chance)}</b> off after ${rolls} rolls, and seldom more than
+            <b>${percent(limit)}</b>; with more rolls both shrink. ${far && (lossless ? "This is more: rare by chance alone, so roll again." : "This is more: this rule changes what the model says.")}</span></p>
       </div>
     </div>
     <p class="legend-line"><span class="swatch came"></span> came <span class="swatch wanted"></span> expected</p>

@@ -25,20 +25,19 @@ export function read(text) {
     drafts: sum(metrics["vllm:spec_decode_num_drafts_total"]),
     accepted: sum(metrics["vllm:spec_decode_num_accepted_tokens_total"]),
     drafter: metrics["foredraft:row_passes_total"]?.[0]?.labels.drafter ?? "drafter", // a server has one
-    rounds: sum(metrics["foredraft:rounds_total"]),
-    plain: sum(metrics["foredraft:plain_rounds_total"]),
+    passes: sum(metrics["foredraft:row_passes_total"]), // rounds, each counted once per row
   };
 }
 
 /** What happened between two moments; null without the first, or where counters began anew. */
 export function sample(before, now) {
   if (!before || now.tokens < before.tokens) return null;
-  const seconds = now.at - before.at, rounds = now.rounds - before.rounds, drafts = now.drafts - before.drafts;
+  const seconds = now.at - before.at, passes = now.passes - before.passes, drafts = now.drafts - before.drafts;
   return {
     at: now.at,
     length: { [now.drafter]: drafts > 0 ? 1 + (now.accepted - before.accepted) / drafts : null },
     rate: { "all requests": (now.tokens - before.tokens) / seconds },
     rows: { running: now.running, waiting: now.waiting },
-    share: { drafted: rounds > 0 ? (100 * (rounds - (now.plain - before.plain))) / rounds : null },
+    share: { drafted: passes > 0 ? Math.min(100, (100 * drafts) / passes) : null },
   };
 }

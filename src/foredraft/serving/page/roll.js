@@ -141,7 +141,7 @@ function Rolling({ known }) {
         <${Choice} label="Shape of the draft" value=${shape} set=${put("shape")}
           options=${shapes.map((each) => ({ id: each, name: each }))} />
         <${Choice} label="Rule" value=${rule} set=${put("rule")} options=${rules.map((name) => ({ id: name, name: lossy(name) }))} />
-        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.1" most="2" step="0.1" />
+        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.05" most="2" step="0.05" />
         <div class="buttons" ref=${row}>
           <button type="submit" class="primary" disabled=${Boolean(busy)}>${found ? "Roll again" : "Roll"}</button>
           ${busy === "many"
@@ -199,7 +199,7 @@ function One({ found, step, stale, go }) {
             <td class="note">${drawnFrom(found)}</td><td><${Outcome} kind="own" /></td></tr>`)
           : html`<tr class=${row.kind}>
             <th scope="row" class=${deep(row)}><span class=${`tok ${step > 1 ? row.kind : "open"}`}>${visible(row.text)}</span></th>
-            <td>${row.q == null ? html`<span class="note">copied</span>` : html`<${Probability} value=${row.q} kind="draft" />`}</td>
+            <td>${row.q == null ? html`<span class="note">${found.drafter === "prompt-lookup" ? "copied" : "not drawn"}</span>` : html`<${Probability} value=${row.q} kind="draft" />`}</td>
             <td>${step > 0 && html`<${Probability} value=${row.p} kind="own" />`}</td>
             <td>${step > 1 && html`<${Judgement} coin=${coin(row.node)} threshold=${round.thresholds?.[row.node]} row=${row} found=${found} />`}</td>
             <td>${step > 1 && html`<${Outcome} kind=${row.kind} />`}</td></tr>`)}</tbody>

@@ -19,6 +19,7 @@ export const notGuessed = (tried) => `Nothing was guessed: ${tried
 
 export function inWords(round, number) {
   const drafted = round.tokens.length - 1;
+  if (!drafted && number !== 1 && round.ended === "length" && round.shape === "chain(0)") return "Nothing was guessed: one token was left to write.";
   if (!drafted && number === 1) return "Nothing was guessed: the first pass reads the text before. Guesses come after it.";
   if (!drafted) return notGuessed(round.shape !== "chain(0)");
   return `${many(drafted, "token")} guessed, ${round.accepted} kept, in one pass of the model.`;

@@ -13,8 +13,8 @@ export function Write({ server }) {
   const chat = server.chat && mode === "chat";
   const [settings, set] = useKept("write", { tokens: 96, temperature: 0.7, seed: "" });
   const [prompt, setPrompt] = useKept("prompt", START);
-  const [question, setQuestion] = useState("");
-  const [turns, setTurns] = useState([]);
+  const [question, setQuestion] = useKept("question", "");
+  const [turns, setTurns] = useState(server.turns ?? []);
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState(null);
   const [hide, setHide] = useKept("hide", true);
@@ -24,11 +24,17 @@ export function Write({ server }) {
   const row = useFocusKept(busy);
   const box = useRef(null);
 
-  const change = (next) => {
-    setMode(next);
+  useEffect(() => { server.turns = turns.map((turn) => (turn.done === false ? { ...turn, done: true } : turn)); }, [turns]); // for whoever comes back
+
+  const begin = () => {
     setTurns([]);
     setOpened(null);
     setProblem(null);
+  };
+  const change = (next) => {
+    if ((next === "chat") === chat) return;
+    setMode(next);
+    begin();
   };
 
   const run = async (event) => {
@@ -54,6 +60,7 @@ export function Write({ server }) {
     setQuestion("");
     say("Writing.");
     show();
+    let ended = "Finished.";
     try {
       for await (const chunk of stream(chat ? "v1/chat/completions" : "v1/completions", body, abort.begin())) {
         const next = piece(chunk, read);
@@ -63,13 +70,14 @@ export function Write({ server }) {
         show();
       }
     } catch (error) {
+      ended = error.name === "AbortError" ? "Stopped." : "Broken off.";
       if (error.name !== "AbortError") setProblem(error);
       if (chat && !answer.pieces.length) setQuestion((typed) => typed || text);
     }
     answer.done = true;
-    answer.pieces.length || !chat ? show() : setTurns(before.slice(0, -1));
+    answer.pieces.length || ended === "Finished." ? show() : setTurns(before.slice(0, -1));
     setBusy(false);
-    say(answer.pieces.length ? `Finished. ${summary(answer.pieces)}` : "");
+    say(answer.pieces.length ? `${ended} ${summary(answer.pieces)}` : "");
   };
 
   /** Closes the round. Who was in it is at its token again. */
@@ -112,12 +120,13 @@ export function Write({ server }) {
       </label>
       <div class="fields">
         <${NumberField} label="Max. tokens" value=${settings.tokens} set=${put("tokens")} least="1" most="2000" />
-        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0" most="2" step="0.1" />
+        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0" most="2" step="0.05" />
         <${SeedField} value=${settings.seed} set=${put("seed")} />
         <div class="buttons" ref=${row}>
           ${busy
             ? html`<button type="button" key="stop" onClick=${abort.stop}>Stop</button>`
             : html`<button type="submit" key="go" class="primary">${chat ? "Send" : "Continue the text"}</button>`}
+          ${chat && !busy && turns.length > 0 && html`<button type="button" key="new" onClick=${begin}>New conversation</button>`}
         </div>
       </div>
     </form>
@@ -160,5 +169,6 @@ function summary(pieces) {
   const names = Object.entries(by).map(([name, count]) => `${count} by ${name}`).join(", ");
   const cost = `${many(tokens, "token")} in ${many(passes, "pass", "passes")} of the model`;
   if (!drafted) return `${cost}. ${notGuessed(tried)}`;
-  return `${cost} (plain decoding takes ${tokens}). ${many(accepted, "guess", "guesses")} kept${names ? `: ${names}` : ""}.`;
+  const plain = tokens + (pieces.at(-1).round?.ended === "eos" ? 1 : 0); // the end token took a pass, too
+  return `${cost} (plain decoding takes ${plain}). ${many(accepted, "guess", "guesses")} kept${names ? `: ${names}` : ""}.`;
 }

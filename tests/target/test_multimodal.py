@@ -1,0 +1,112 @@
+"""Models that read images as well, and others of whose class a published checkpoint has another make-up: text goes in and out as it does
+in transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import PAD, padded, repetitive
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralVisionConfig,
+    SiglipVisionConfig,
+)
+
+from foredraft import ConfigurationError, Speculator
+from foredraft.loading import load_model
+
+ROWS = repetitive((23, 9, 15))
+NEW = 12
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+SIGLIP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
+def made(cls, config):
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return cls(config).eval()
+
+
+def gemma3():
+    ids = {"image_token_id": 99, "boi_token_index": 97, "eoi_token_index": 98, "mm_tokens_per_image": 4}
+    text = {**TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return made(Gemma3ForConditionalGeneration, Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**SIGLIP), **ids))
+
+
+def mistral3():
+    vision = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    text = {**TEXT, "model_type": "mistral"}
+    return made(Mistral3ForConditionalGeneration, Mistral3Config(text_config=text, vision_config=vision, image_token_id=99))
+
+
+def gemma4(**changed):
+    """Its last two layers attend over the keys of the first two."""
+    own = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    size = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8, "global_head_dim": 16}
+    return made(Gemma4ForCausalLM, Gemma4TextConfig(**{**TEXT, **own, **size, **changed}))
+
+
+def granite():
+    """Granite 4 without a recurrent layer."""
+    sizes = {name: TEXT[name] for name in TEXT if name != "head_dim"}
+    return made(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig(**sizes, layer_types=["attention"] * 4, shared_intermediate_size=96))
+
+
+MODELS = {"gemma3": gemma3, "mistral3": mistral3, "gemma4": gemma4, "granite": granite}
+
+
+@pytest.mark.parametrize("execution", ["eager", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_transformers_own(name, execution):
+    model = MODELS[name]()
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
+    wanted = [model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist() for row in ROWS]
+    speculator = Speculator(model, "ngram", shape="product(2,2,1)", execution=execution)
+    alone = speculator.generate(torch.tensor([ROWS[0]]), **options)  # one prompt, of which transformers computes the last logits alone
+    assert alone.sequences[0, len(ROWS[0]) :].tolist() == wanted[0]
+    found = speculator.generate(**padded(ROWS), **options)
+    width = max(map(len, ROWS))
+    assert [line[width:].tolist() for line in found.sequences] == wanted
+    assert found.stats.drafted > 0
+
+
+def test_granite_without_a_recurrent_layer_takes_trees():
+    assert Speculator(granite(), "none").target.chains_only is None
+
+
+def test_a_checkpoint_of_text_and_images_is_loaded_by_name(tmp_path):
+    mistral3().save_pretrained(tmp_path)
+    found = load_model(tmp_path)
+    assert type(found) is type(AutoModelForImageTextToText.from_pretrained(tmp_path)) is Mistral3ForConditionalGeneration
+
+
+def test_a_checkpoint_with_code_of_its_own_says_what_to_do(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config"}}')
+    with pytest.raises(ConfigurationError, match="trust_remote_code=True yourself, and pass the object"):
+        load_model(tmp_path)
+    quantized = '"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}'
+    (tmp_path / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config"}, ' + quantized + "}")
+    with pytest.raises(ConfigurationError, match="trust_remote_code=True yourself, and pass the object"):
+        load_model(tmp_path)
