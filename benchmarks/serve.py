@@ -254,6 +254,7 @@ class Serve(Suite[ServeSettings]):
         bodies = self.bodies(len(self.texts), 0.0)
         alone, server = self._ask(MODES[0], "closed", (bodies, 1)), self.servers[OURS]
         texts = [each.text for each in alone.asked]
+        self._capacity(MODES[0])  # to warm up: the planner measures what so many rows cost
         capacity = self._capacity(MODES[0])  # of prompts that are cached, as they are in the overload
         self._ask(MODES[0], "open", (bodies, 10 * capacity.requests, settings.overload / 10, 1))  # its memory fills up
         before = server.memory()

@@ -67,8 +67,8 @@ def test_a_wide_window_is_not_exceeded_and_a_small_context_not_overrun():
 
 
 def test_too_many_passes_are_not_made_at_load():
-    """Six compare passes over pages with those of the model's own cache."""
-    for name, most in (("llama", 16), ("qwen3", 16)):
+    """Eight compare passes over pages with those of the model's own cache."""
+    for name, most in (("llama", 18), ("qwen3", 18)):
         passes = []
         with watched(tiny(name), lambda kwargs, passes=passes: passes.append(1)):
             target = Target(tiny(name))
