@@ -137,6 +137,11 @@ def pick(request: DraftRequest, scores: Tensor, depth: int) -> tuple[Tensor, Ten
     return noise.draw(q, Purpose.DRAFT, depth), q if request.needs_q else None
 
 
+def is_over(row: Row) -> bool:
+    """Whether a row that left has ended; one that was set aside for want of memory comes back."""
+    return getattr(getattr(row, "stats", None), "finish_reason", "over") is not None
+
+
 @dataclass(frozen=True, eq=False)
 class Feedback:
     """How a round ended for R rows.

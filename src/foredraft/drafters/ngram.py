@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft import zoo
-from foredraft.drafters.base import Drafter, DraftRequest, Row
+from foredraft.drafters.base import Drafter, DraftRequest, Row, is_over
 from foredraft.drafters.growth import grow
 from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.ngram_model import NGramModel
@@ -122,7 +122,7 @@ class NGram(Drafter):
     def end(self, rows: Sequence[Row]) -> None:
         self._count(rows)
         for row in rows:
-            if getattr(getattr(row, "stats", None), "finish_reason", "over") is not None:  # or else it was set aside, and goes on
+            if is_over(row):
                 self._counted.pop(row.slot, None)
 
     def reset(self) -> None:

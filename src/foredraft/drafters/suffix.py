@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foredraft.drafters.base import Drafter, DraftRequest, Row
+from foredraft.drafters.base import Drafter, DraftRequest, Row, is_over
 from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
 from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.prompt_lookup import SourcedText
@@ -130,8 +130,7 @@ class Suffix(Drafter):
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._texts.pop(row.slot, None)
-            over = getattr(getattr(row, "stats", None), "finish_reason", "over") is not None  # or else it was set aside, and goes on
-            if self.learn and over and len(row.ids) > row.prompt_length:
+            if self.learn and is_over(row) and len(row.ids) > row.prompt_length:
                 self._store_of(row).add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
     def shared(self) -> list[object]:

@@ -32,7 +32,7 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def one_unknown(cls, data: Any) -> Any:
-        """Of a million unknown members, the first is told of. A member that is null is left out."""
+        """Only the first unknown member is named, however many there are. Members that are null are left out."""
         if not isinstance(data, dict):
             return data
         data = {name: value for name, value in data.items() if value is not None}
