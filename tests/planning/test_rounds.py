@@ -29,7 +29,8 @@ Planned = Callable[["Machine"], AutomaticPlanner | FixedPlanner]
 class Machine:
     """What rounds take and bring: ``target(tokens of all rows)``, ``level`` per level of the draft, ``missed`` per token that a draft model
     has to read first, and ``rates[rank]`` of acceptance, at every depth alike. Of a tree that the draft grows by its own probabilities
-    each level brings a token with the rate ``grown``, and there are ``grown_nodes``."""
+    each level brings a token with the rate ``grown``, and there are ``grown_nodes``. The first rounds with a draft take ``cold`` seconds
+    more."""
 
     target: Callable[[int], float]
     level: float = 0.2 * MS
@@ -39,6 +40,7 @@ class Machine:
     available: float = 1.0
     grown: float = 0.0
     grown_nodes: int = 10
+    cold: Sequence[float] = ()
 
     def known(self, rows: int) -> CostModel:
         """As if measured before."""
@@ -94,6 +96,8 @@ class Run:
             row.ids += [0] * len(path)
         if shape.nodes:
             self.read = [len(row.ids) - 1 for row in self.live]
+            place = sum(each != "chain(0)" for each in self.shapes)
+            draft += sum(machine.cold[place - 1 : place])
         slower = 1 + machine.noise * self.draw.expovariate(1)
         accepted = [len(path) - 1 for path in paths]
         done = Round(
@@ -294,6 +298,14 @@ def test_a_long_prompt_that_the_drafter_has_read_ends_no_drafting(shapes, grows:
     run = Run(machine, planner(machine, shapes=shapes, grows=grows), prompt=4000).go(100)
     first = next(index for index, shape in enumerate(run.shapes) if shape != "chain(0)")
     assert first < 10 and run.shapes[first:].count("chain(0)") <= 2
+
+
+@pytest.mark.parametrize(("shapes", "grows"), [(CHAINS, False), (TREES, True)], ids=["chains", "grown"])
+def test_code_that_runs_for_the_first_time_ends_no_drafting(shapes, grows: bool):
+    """Of a small model, the first rounds that draft take many times as long as a plain one."""
+    machine = Machine(lambda tokens: 0.5 * MS * (1 + 0.02 * tokens), level=0.03 * MS, rates=(0.75,), grown=0.75, cold=(6 * MS, 4 * MS, 2 * MS, MS))
+    run = Run(machine, planner(machine, shapes=shapes, grows=grows)).go(100)
+    assert run.shapes.count("chain(0)") <= 5
 
 
 def test_a_prompt_that_was_read_before_the_first_round_costs_nothing_more():

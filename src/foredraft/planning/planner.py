@@ -40,6 +40,7 @@ LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that cha
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
+COLD = 0.03  # seconds that rounds with a draft may take too long before it counts: the first ones run code for the first time
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 NOTHING = search.chain(0)
@@ -94,6 +95,7 @@ class AutomaticPlanner(Planner):
         self._rounds, self._next, self._drafting = 0, 0, 0
         self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
         self._earliest = 0.0
+        self._cold = COLD
         self._stalled = False  # the last round with a draft took many times as long as it should
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
@@ -252,6 +254,10 @@ class AutomaticPlanner(Planner):
         if self._looking and WRONG * (draft + target + done.rest) < self._believed(done, nodes, levels, behind):
             self.costs.forget()
             self._checks, self._looks, self._wrong = CHECKS, 0, True
+        excess = draft + target + done.rest - self._believed(done, nodes, levels, behind) if drafting else 0.0
+        cold = excess > 0 and self._cold > 0 and not self._looking
+        if cold:
+            self._cold -= excess
         if not done.split:  # the target's part is what is left of the sum
             draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
             target = done.draft + done.target - draft
@@ -259,7 +265,8 @@ class AutomaticPlanner(Planner):
             target = min(self.costs.pass_seconds(count, nodes, done.context), 0.95 * (draft + target))
             draft = done.draft + done.target - target
         known = drafting and done.split and not grown  # how many levels were grown is not
-        self.costs.observe(count, nodes, done.context, target, done.rest, draft if known else None, levels, behind)
+        if not cold:
+            self.costs.observe(count, nodes, done.context, target, done.rest, draft if known else None, levels, behind)
         self._check()
         plain, verify = self.costs.verify(count, (1, nodes), done.context)
         if self.account is None:
@@ -268,10 +275,10 @@ class AutomaticPlanner(Planner):
             self._plain = count, plain
             self._credit(SHARE * plain, plain)
             return
-        cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
+        cost = verify + (draft if grown and not cold else self.costs.draft_seconds(count, levels, behind))
         if self._looking:  # what the profile says is what is doubted
             cost = done.draft + done.target + done.rest
-        elif self._trying:  # with cold caches, which the costs of rounds one after the other do not show
+        elif self._trying and not cold:  # with cold caches, which the costs of rounds one after the other do not show
             cost = max(cost, done.draft + done.target + done.rest)
         if not self._trying or self._looking:  # a text is read once, and its price was spread over rounds when drafting was chosen
             cost = max(verify, cost - self.costs.catching_up(count, fresh))
