@@ -168,7 +168,7 @@ class Mixture(Override):
 
 @dataclass(frozen=True)
 class Stack:
-    """The matrices of all experts, one below the other, as ``layer.c`` reads them.
+    """The matrices of all experts, one below the other, as ``experts.h`` reads them.
 
     Attributes:
         format: that of all.

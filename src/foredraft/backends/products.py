@@ -221,7 +221,7 @@ def padded(row: Tensor) -> Tensor:
 
 
 def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
+    """``weight`` ``[N, K]`` as ``products.h`` reads it for products in ``dtype``, its own by default."""
     fill = padded_size(len(weight)) - len(weight)
     rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
     pairs = (dtype or weight.dtype) == torch.bfloat16

@@ -31,10 +31,7 @@ from foredraft.files import replacing
 from foredraft.logits import noise
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (
-    SOURCE,
-    *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "tiles.h", "experts.h", "latent.h")),
-)
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # by machine: compile for all instructions that the CPU has
 NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
@@ -57,7 +54,7 @@ class Unavailable(Exception):
 
 
 class Matrix(ctypes.Structure):
-    """``Matrix`` of ``layer.c``."""
+    """``Matrix`` of ``products.h``."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "scale", "over", "mins", "bias", "zeros", "order")),
@@ -79,7 +76,7 @@ class Norm(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """``Layer`` of ``layer.c``."""
+    """``Layer`` of ``attention.h``."""
 
     _fields_: ClassVar[list[Any]] = (
         [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
@@ -96,7 +93,7 @@ class Layer(ctypes.Structure):
 
 
 class Kind(ctypes.Structure):
-    """``Kind`` of ``layer.c``."""
+    """``Kind`` of ``attention.h``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("row_stride", "head_stride", "table_stride", "page_stride", "spare")] + [
         (name, ctypes.c_void_p) for name in ("table", "cos", "sin", "factor")
@@ -104,7 +101,7 @@ class Kind(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """``Pass`` of ``layer.c``."""
+    """``Pass`` of ``attention.h``."""
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride")]
@@ -161,7 +158,7 @@ class Embedded(ctypes.Structure):
 
 
 class Growth(ctypes.Structure):
-    """``Growth`` of ``layer.c``."""
+    """``Growth`` of ``growth.h``."""
 
     _fields_ = (
         [("layers", ctypes.c_void_p), ("embedded", Embedded), ("norm", Norm)]
@@ -176,7 +173,7 @@ class Growth(ctypes.Structure):
 
 
 class Eagle(ctypes.Structure):
-    """``Eagle`` of ``layer.c``."""
+    """``Eagle`` of ``growth.h``."""
 
     _fields_ = (
         [("fuse", Matrix)]
@@ -186,7 +183,7 @@ class Eagle(ctypes.Structure):
 
 
 class Draws(ctypes.Structure):
-    """``Draws`` of ``layer.c``."""
+    """``Draws`` of ``growth.h``."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("words", "hashes", "q")]
@@ -196,13 +193,13 @@ class Draws(ctypes.Structure):
 
 
 class Lists(ctypes.Structure):
-    """``Lists`` of ``layer.c``."""
+    """``Lists`` of ``growth.h``."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("contexts", "first", "tokens", "odds")] + [("count", ctypes.c_int64)]
 
 
 class Medusa(ctypes.Structure):
-    """``Medusa`` of ``layer.c``."""
+    """``Medusa`` of ``growth.h``."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("state", "layers", "lm_heads")]
@@ -384,7 +381,7 @@ INTERLEAVED, TURNED_ONCE, IN_PAIRS = 1, 2, 4  # kinds of rotation
 WHOLE_HEADS, BEHIND = 1, 2  # kinds of norms of queries and keys
 OF_ALL, OF_CHOSEN, OF_EACH, CLAMPED, UNGATED, GATED = 0, 1, 2, 16, 1, 2  # of ``experts.h``
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise
-MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
+MOST_OF_LARGEST = 16  # ``MOST`` of ``growth.h``
 
 
 def largest(values: Tensor, k: int) -> Tensor | None:
