@@ -102,7 +102,7 @@ def decide(
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
     path = None if tree.chain else verdict.path
     ends = {row: rows[row].accepted if tree.chain else rows[row].path[rows[row].accepted] for row in traced}
-    values_by_row = {row: values_of(inside, row, scores[row], end, rows[row].bonus) for row, end in ends.items()}
+    values_by_row = {row: values_of(inside, row, torch.softmax(scores[row], -1), end, rows[row].bonus) for row, end in ends.items()}
     return Outcome(rows, path, vectors, logprobs, values_by_row)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from foredraft.tree import TokenTree
@@ -54,11 +53,10 @@ class NodeValues:
     bonus_p: float
 
 
-def values_of(tree: TokenTree, row: int, scores: Tensor, last: int, bonus: int) -> NodeValues:
-    """Read what a trace tells of ``row`` of ``tree``. ``scores`` ``[N, V]`` are the processed ones of the row's nodes, and the target
-    chose ``bonus`` at the node ``last``. Waits for a device."""
+def values_of(tree: TokenTree, row: int, p: Tensor, last: int, bonus: int) -> NodeValues:
+    """Read what a trace tells of ``row`` of ``tree``. ``p`` ``[N, V]`` are the target's at the row's nodes, once processors are through,
+    and it chose ``bonus`` at the node ``last``. Waits for a device."""
     tokens, above = tree.tokens[row], tree.parents[row].clamp(min=0)  # [N]
-    p = torch.softmax(scores, -1)
     q = None
     if tree.q is not None:  # of nodes with children alone
         q = tree.q[row].float()[above.clamp(max=tree.q.shape[1] - 1), tokens].tolist()

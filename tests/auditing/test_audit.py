@@ -535,7 +535,7 @@ def report_of(subject: Speculator, **parts: Any) -> AuditReport:
 def test_samples_that_are_too_few_to_show_a_bias_are_said_to_be():
     def found(smallest: float, least: float = 0.02) -> AuditReport:
         power = [Power("one", least, 0.01, 40, 40), Power("other", smallest, 0.01, 0, 40)]
-        part = StatisticalPart(10, 90, 3.0, 0.5, 4, 0, [], 1.0, 1e-3, power, 1.0)
+        part = StatisticalPart([], 1.0, 1e-3, 1.0, 90, 4, power, continuations=10, rounds=3.0, acceptance=0.5, impossible=0)
         return report_of(speculator("rejection"), statistical=part)
 
     assert "its samples could not have shown a bias" in found(1.0).summary

@@ -26,7 +26,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.rnn import RnnHead
 from foredraft.losses import compare
-from foredraft.quantization import quantize_linear_layers
+from foredraft.quantization import quantize
 from foredraft.testing import distance
 from foredraft.training import online
 from foredraft.training.online import OnlineLearner, gained
@@ -288,7 +288,7 @@ def test_heads_that_cannot_learn_say_so(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="quantized head cannot learn"):
         drafters.create("medusa", {"quantization": "int8", "learn": True})
     head = MedusaHead.for_target(tiny(), heads=2)
-    quantize_linear_layers(head)
+    quantize(head)
     with pytest.raises(ConfigurationError, match="quantized head cannot learn"):
         Speculator(tiny(), drafter_of(head, tmp_path))
     with pytest.raises(ConfigurationError, match="takes a hydra head"):

@@ -303,7 +303,8 @@ def test_a_long_prompt_that_the_drafter_has_read_ends_no_drafting(shapes, grows:
 @pytest.mark.parametrize(("shapes", "grows"), [(CHAINS, False), (TREES, True)], ids=["chains", "grown"])
 def test_code_that_runs_for_the_first_time_ends_no_drafting(shapes, grows: bool):
     """Of a small model, the first rounds that draft take many times as long as a plain one."""
-    machine = Machine(lambda tokens: 0.5 * MS * (1 + 0.02 * tokens), level=0.03 * MS, rates=(0.75,), grown=0.75, cold=(6 * MS, 4 * MS, 2 * MS, MS))
+    cold = (6 * MS, 4 * MS, 2 * MS, MS)
+    machine = Machine(lambda tokens: 0.5 * MS * (1 + 0.02 * tokens), level=0.03 * MS, rates=(0.75,), grown=0.75, cold=cold)
     run = Run(machine, planner(machine, shapes=shapes, grows=grows)).go(100)
     assert run.shapes.count("chain(0)") <= 5
 

@@ -94,33 +94,8 @@ def audit(
         speculator = target
     if speculator.target.sourced and speculator.model.main_input_name != "input_ids":
         raise ConfigurationError(f"{name_of(speculator.model)} reads {speculator.model.main_input_name}, and audit gives models text")
-    return run(
-        speculator,
-        token_ids(speculator, prompts),
-        seed=seed,
-        count=max_new_tokens,
-        samples=samples,
-        batch_size=batch_size,
-        design=Design(significance, bias),
-        parts=parts,
-        sampling=sampling,
-    )
-
-
-def run(
-    speculator: Speculator,
-    prompts: Sequence[Sequence[int]],
-    *,
-    seed: int,
-    count: int,
-    samples: int | None,
-    batch_size: int,
-    design: Design,
-    parts: Sequence[str] | None,
-    sampling: dict[str, Any],
-) -> AuditReport:
-    """The parts that matter, or those in ``parts``, and the report."""
-    as_asked = continued(speculator, prompts, sampling, count)
+    design, rows = Design(significance, bias), token_ids(speculator, prompts)
+    as_asked = continued(speculator, rows, sampling, max_new_tokens)
     length = min(MOST_POSITIONS, max(6, 2 * speculator.shape.depth + 4))
     sampled = as_asked[0].sampled
     skipped = unneeded(speculator.rule, sampled)
@@ -129,10 +104,10 @@ def run(
     checks: dict[str, Callable[[], Any]] = {
         "exact": lambda: exact.check(speculator),
         "noise": lambda: noise.check(speculator, seed=seed, significance=design.significance),
-        "keyed": lambda: keyed_parts(speculator, as_asked, count=count, seed=seed, sampling=sampling),
+        "keyed": lambda: keyed_parts(speculator, as_asked, count=max_new_tokens, seed=seed, sampling=sampling),
         "statistical": lambda: statistical.check(
             speculator,
-            continued(speculator, prompts, sampling, length),
+            continued(speculator, rows, sampling, length),
             length=length,
             samples=samples,
             batch_size=batch_size,

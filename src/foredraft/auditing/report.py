@@ -116,22 +116,16 @@ class Statistic:
 
 
 @dataclass(frozen=True)
-class NoisePart:
-    """The random numbers in use, counted against known distributions.
+class Tested:
+    """What statistical tests came to.
 
     Attributes:
-        continuations, shape: drawn from a probability table by the audited rule on ``shape``.
-        draws, vocab_size: tokens drawn over the model's vocabulary, by the match race and afresh.
-        statistics: every test.
-        p_value: the smallest, corrected for their number.
-        significance: below this it is a fault.
+        statistics: every test, at the last look.
+        p_value: the smallest, corrected for their number and that of the looks.
+        significance: below this it is a fault; how often what is correct is accused.
         seconds: what it took.
     """
 
-    continuations: int
-    shape: str
-    draws: int
-    vocab_size: int
     statistics: Sequence[Statistic]
     p_value: float
     significance: float
@@ -144,6 +138,21 @@ class NoisePart:
     @property
     def worst(self) -> Statistic:
         return min(self.statistics, key=lambda each: each.p_value)
+
+
+@dataclass(frozen=True)
+class NoisePart(Tested):
+    """The random numbers in use, counted against known distributions.
+
+    Attributes:
+        continuations, shape: drawn from a probability table by the audited rule on ``shape``.
+        draws, vocab_size: tokens drawn over the model's vocabulary, by the match race and afresh.
+    """
+
+    continuations: int
+    shape: str
+    draws: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,10 @@ class Power:
     found: int
     trials: int
 
+    def __str__(self) -> str:
+        found = f"finds {self.smallest:.2%} total variation per token with probability 0.9"
+        return f"towards {self.direction}: {found}, planted {self.planted:.2%} found in {self.found} of {self.trials}"
+
 
 def blind(power: Sequence[Power]) -> bool:
     """Whether no bias, however large, would have been found."""
@@ -170,44 +183,42 @@ def blind(power: Sequence[Power]) -> bool:
 
 
 @dataclass(frozen=True)
-class StatisticalPart:
+class Sampled(Tested):
+    """Sampled tokens against a distribution that is known.
+
+    Attributes:
+        tokens: how many were tested.
+        looks: how often the samples were looked at; the correction knows.
+        power: for several directions of bias.
+    """
+
+    tokens: int
+    looks: int
+    power: Sequence[Power]
+
+
+@dataclass(frozen=True)
+class StatisticalPart(Sampled):
     """Sampled tokens against the target's own distribution after the same text.
 
     Attributes:
-        continuations, tokens: how many were drawn and tested.
+        continuations: how many were drawn.
         rounds: that a continuation took on average.
         acceptance: share of drafted tokens that were kept.
-        looks: how often the samples were looked at; the correction knows.
         impossible: tokens that the target never emits there.
-        statistics: every test at the last look.
-        p_value: the smallest, corrected for all statistics and looks.
-        significance: below this it is a fault; how often a correct configuration is accused.
-        power: for several directions of bias.
-        seconds: what it took.
         distance: total variation between the distribution of a drafted token and the target's, on average over the texts; of a lossy
             rule that can tell, with a draft model.
     """
 
     continuations: int
-    tokens: int
     rounds: float
     acceptance: float
-    looks: int
     impossible: int
-    statistics: Sequence[Statistic]
-    p_value: float
-    significance: float
-    power: Sequence[Power]
-    seconds: float
     distance: float | None = None
 
     @property
     def passed(self) -> bool:
-        return self.p_value >= self.significance and self.impossible == 0
-
-    @property
-    def worst(self) -> Statistic:
-        return min(self.statistics, key=lambda each: each.p_value)
+        return super().passed and self.impossible == 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends import native
+from foredraft.backends.experts import ACTIVATIONS
 from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, eps_of, pointers
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import NATIVE
@@ -97,13 +98,6 @@ FAMILIES = {
     **dict.fromkeys(("BartDecoder", "PLBartDecoder"), Family(behind=True)),
     "MarianDecoder": Family(behind=True, scales=True),
     "BlenderbotSmallDecoder": Family(behind=True, early=True),
-}
-ACTIVATIONS = {
-    "SiLUActivation": native.SILU,
-    "SiLU": native.SILU,
-    "NewGELUActivation": native.GELU,
-    "GELUActivation": native.EXACT,
-    "ReLU": native.RELU,
 }
 TRIED = 5  # tokens of a trial
 WIDEST = 8192  # most values of a state that is normed in place, ``TAKEN`` of ``layer.c``

@@ -36,7 +36,7 @@ def lines(report: AuditReport) -> list[str]:
         found += [f"{'':20}{each}" for each in _divergences(keyed)]
     if report.statistical is not None:
         found.append(_line("statistical", report.statistical.passed, _statistical(report.statistical)))
-        found += [f"{'':20}{each}" for each in _power(report.statistical)]
+        found += [f"{'':20}{each}" for each in report.statistical.power]
     found += [f"{part:12} {'–':6} {why}" for part, why in report.skipped.items()]
     found += [f"{'not looked at' if index == 0 else '':20}{each}" for index, each in enumerate(report.limits)]
     return [*found, "", f"{report.verdict.upper()}: {report.summary}"]
@@ -83,11 +83,3 @@ def _statistical(part: StatisticalPart) -> str:
     if part.impossible:
         return text + f"{counted(part.impossible, 'impossible token')}"
     return text + f"p = {part.p_value:.2g}, corrected (a fault below {part.significance:g})"
-
-
-def _power(part: StatisticalPart) -> list[str]:
-    return [
-        f"towards {each.direction}: finds {each.smallest:.2%} total variation per token with probability 0.9; "
-        f"planted {each.planted:.2%} found in {each.found} of {each.trials}"
-        for each in part.power
-    ]

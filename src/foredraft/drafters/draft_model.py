@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from foredraft.backends.eager import Eager
 from foredraft.device import to_device
 from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.draft_loops import DraftLoop, draft_loops
+from foredraft.drafters.draft_loops.kernels import KernelLoop
+from foredraft.drafters.draft_loops.recorded import RecordedLoop
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.learning.serving import LearnOptions, learning_of
@@ -116,7 +117,7 @@ class DraftModel(LearningDrafter):
         self.foreign: Foreign | None = None  # how it drafts across vocabularies, where its tokenizer is not the target's
         self._target: Target | None = None
         self._bound: Target | None = None  # the one that it drafts for
-        self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
+        self._loops: tuple[KernelLoop | RecordedLoop, ...] = ()  # that make whole drafts
         self._smaller, self._beside = False, True
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
@@ -174,7 +175,7 @@ class DraftModel(LearningDrafter):
             if self.foreign.by == "text":
                 self.offer = offered("auto", WRITTEN)
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
-        self._loops = () if self.foreign is not None else draft_loops(self._target)
+        self._loops = () if self.foreign is not None else (KernelLoop(self._target), RecordedLoop(self._target))  # tried in this order
         self._smaller, self._bound = self._target.vocab_size < target.vocab_size, target
         self._beside = self._target.device == target.device
 

@@ -23,7 +23,7 @@ from foredraft.heads import find
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.hub import named
-from foredraft.quantization import check_quantization, quantize_linear_layers
+from foredraft.quantization import check_quantization, quantize
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
@@ -83,7 +83,7 @@ class HeadDrafter(LearningDrafter):
         fit = fitted(head, target)
         self._prepare_to_learn(fit, target)
         if self.quantization is not None:
-            quantize_linear_layers(fit, self.quantization)
+            quantize(fit, self.quantization)
         self._adopt(fit)
         target.read(self.info.features)
 

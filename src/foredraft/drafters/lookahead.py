@@ -112,7 +112,9 @@ class Lookahead(Drafter):
         self._places, self._nodes = [], 0
         if not any(ends for _, ends in windows):
             return tree_of(request, tries)
-        tree, self._places = with_windows(request, tries, windows)
+        tree = tree_of(request, tries, [window for window, _ in windows])
+        proposed = tree.nodes - tree.extra - 1
+        self._places = [[node + proposed if node else 0 for node in ends] for _, ends in windows]
         self._nodes = tree.nodes
         return tree
 
@@ -230,22 +232,6 @@ class RowState:
             self.columns[index] = [*column[1:], token]
             self.ages[index] += 1
         self.base += 1
-
-
-def with_windows(
-    request: DraftRequest, tries: Sequence[Trie], windows: Sequence[tuple[Trie, Sequence[int]]]
-) -> tuple[TokenTree, list[list[int]]]:
-    """What is proposed and behind it the windows, as ``extra`` nodes of one tree, and per row the nodes at the ends of its columns."""
-    proposed, extra = max(len(trie.tokens) for trie in tries), max(len(window.tokens) for window, _ in windows)
-    tokens, parents, valid, places = [], [], [], []
-    for row, trie, (window, ends) in zip(request.rows, tries, windows):
-        missing, spare = proposed - len(trie.tokens), extra - len(window.tokens)
-        tokens.append([row.ids[-1], *trie.tokens, *[0] * missing, *window.tokens, *[0] * spare])
-        below = [parent + proposed if parent else 0 for parent in window.parents]
-        parents.append([-1, *trie.parents, *[0] * missing, *below, *[0] * spare])
-        valid.append([True] * (1 + len(trie.tokens)) + [False] * (missing + extra))
-        places.append([node + proposed if node else 0 for node in ends])
-    return TokenTree.from_lists(tokens, parents, valid, device=request.device, extra=extra), places
 
 
 def choices_at(logits: Tensor, places: Sequence[Sequence[int]]) -> list[list[int]]:

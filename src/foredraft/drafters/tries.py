@@ -34,31 +34,21 @@ class Trie:
         return len(self.tokens)
 
 
-def tree_of(request: DraftRequest, tries: Sequence[Trie]) -> TokenTree:
-    """The token tree of ``tries``, one per row of ``request``; what is deeper than a row's limit is left out. Deterministic.
+def tree_of(request: DraftRequest, tries: Sequence[Trie], windows: Sequence[Trie] = ()) -> TokenTree:
+    """The token tree of ``tries``, one per row of ``request`` and no deeper than its limit, with ``windows`` as extra nodes behind.
+    Deterministic.
 
-    Where all rows have chains, in a request for one or not, the tree is a chain.
+    Where all rows have chains, in a request for one or not, and nothing is behind, the tree is a chain.
     """
-    rows = [_within(trie, limit) for trie, limit in zip(tries, request.limits)]
-    if all(parents == list(range(len(parents))) for _, parents in rows):
-        return request.chains([tokens for tokens, _ in rows])
-    nodes = max(len(tokens) for tokens, _ in rows)
-    padded = [[row.ids[-1], *tokens] + [0] * (nodes - len(tokens)) for row, (tokens, _) in zip(request.rows, rows)]
-    parents = [[-1, *above] + [0] * (nodes - len(above)) for _, above in rows]
-    valid = [[True] * (1 + len(tokens)) + [False] * (nodes - len(tokens)) for tokens, _ in rows]
-    return TokenTree.from_lists(padded, parents, valid, device=request.device)
-
-
-def _within(trie: Trie, limit: int) -> tuple[list[int], list[int]]:
-    """``tokens`` and ``parents`` of the nodes at most ``limit`` deep."""
-    if max(trie.depths) <= limit:
-        return trie.tokens, trie.parents
-    number: dict[int, int] = {0: 0}
-    tokens: list[int] = []
-    parents: list[int] = []
-    for node, (token, parent) in enumerate(zip(trie.tokens, trie.parents), 1):
-        if trie.depths[node] <= limit:
-            number[node] = len(tokens) + 1
-            tokens.append(token)
-            parents.append(number[parent])
-    return tokens, parents
+    if not windows and all(trie.parents == list(range(len(trie.parents))) for trie in tries):
+        return request.chains([trie.tokens for trie in tries])
+    windows = windows or [Trie()] * len(tries)
+    proposed, extra = (max(len(each.tokens) for each in group) for group in (tries, windows))
+    tokens, parents, valid = [], [], []
+    for row, trie, window in zip(request.rows, tries, windows):
+        missing, spare = proposed - len(trie.tokens), extra - len(window.tokens)
+        tokens.append([row.ids[-1], *trie.tokens, *[0] * missing, *window.tokens, *[0] * spare])
+        below = [parent + proposed if parent else 0 for parent in window.parents]
+        parents.append([-1, *trie.parents, *[0] * missing, *below, *[0] * spare])
+        valid.append([True] * (1 + len(trie.tokens)) + [False] * (missing + extra))
+    return TokenTree.from_lists(tokens, parents, valid, device=request.device, extra=extra)

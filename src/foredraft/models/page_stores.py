@@ -90,10 +90,6 @@ class PageStore:
         """Pages that take memory: on a CPU only those that were ever used."""
         return self.made if all(layer.keys.device.type == "cpu" for layer in self.layers) else self.room
 
-    def first_kept(self, row: int, start: int) -> int:
-        """The first page of a row that is kept while tokens from slot ``start`` on are written."""
-        return 0
-
     def drop(self, table: Sequence[int]) -> None:
         """A row no longer holds these pages."""
         self.pool.drop([page for page in table if page != GONE])
@@ -267,12 +263,9 @@ class WindowStore(PageStore):
             self.put(row, index, self._of(owner))
             self.pool.drop([page])
 
-    def first_kept(self, row: int, start: int) -> int:
-        return max(self.begins[row], self.sees_from(start - LEEWAY))
-
     def give_back(self, row: int, start: int) -> None:
         """Give back what no query of row ``row`` from slot ``start`` on sees."""
-        table, first = self.tables[row], self.first_kept(row, start)
+        table, first = self.tables[row], max(self.begins[row], self.sees_from(start - LEEWAY))
         given_back = range(self.begins[row], min(first, len(table)))
         self.drop([table[index] for index in given_back])
         for index in given_back:

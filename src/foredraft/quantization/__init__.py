@@ -57,22 +57,14 @@ def config_for_loading(kind: str) -> Any:
     return TorchAoConfig(_torchao_config(kind))
 
 
-def quantize(model: PreTrainedModel, kind: str = "int8") -> None:
-    """Quantise a model that is in memory, in place, as :func:`config_for_loading` has it done at loading."""
+def quantize(module: nn.Module, kind: str = "int8") -> None:
+    """Quantise a model or another module that is in memory, in place, as :func:`config_for_loading` has it done at loading: its linear
+    layers, but for a model's output head, and its experts."""
     from torchao.quantization import quantize_
 
-    head = model.get_output_embeddings()
-    check_groups(model, kind)
-    quantize_(model, _torchao_config(kind), filter_fn=lambda module, name: isinstance(module, nn.Linear) and module is not head)
-    quantize_experts(model, kind)
-
-
-def quantize_linear_layers(module: nn.Module, kind: str = "int8") -> None:
-    """Quantise all linear layers and experts of ``module``, in place."""
-    from torchao.quantization import quantize_
-
+    head = getattr(module, "get_output_embeddings", lambda: None)()
     check_groups(module, kind)
-    quantize_(module, _torchao_config(kind))
+    quantize_(module, _torchao_config(kind), filter_fn=lambda each, name: isinstance(each, nn.Linear) and each is not head)
     quantize_experts(module, kind)
 
 
@@ -108,7 +100,7 @@ def quantized(weight: Tensor, kind: str = "int8") -> Tensor:
     """The ``weight`` ``[N, K]`` of a linear layer as ``kind``."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    quantize_linear_layers(layer, kind)
+    quantize(layer, kind)
     return layer.weight.data
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -52,16 +52,6 @@ LEARNING: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily]
 PLAIN = "chain(0)"  # the shape of a round without a draft
 
 
-class Rows(Protocol):
-    """What is decoded and what waits."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-
 class Metrics:
     """All metrics of one server, in a registry of its own.
 
@@ -70,7 +60,7 @@ class Metrics:
         finished: rows that are over, by vLLM's reasons.
     """
 
-    def __init__(self, model: str, session: Session, rows: Rows):
+    def __init__(self, model: str, session: Session, rows: Any):
         self.model, self.session, self.rows = model, session, rows
         self.drafts = self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
         self.by_drafter = {"drafted": Counter[tuple[str, str]](), "accepted": Counter[tuple[str, str]]()}  # by name and depth

@@ -26,9 +26,9 @@ from foredraft.serving.engine import Engine
 from foredraft.serving.failures import guarded
 from foredraft.serving.openapi import described
 from foredraft.serving.protect import read_json
-from foredraft.serving.rolling import Likely, Roll, Rounds, play
+from foredraft.serving.rolling import Likely, Rounds, play
 from foredraft.serving.sse import unless_left
-from foredraft.serving.writers import TokenNames
+from foredraft.serving.writers import TokenNames, round_json
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.text import encode
@@ -61,10 +61,11 @@ def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRout
 
     async def choices(http: Request) -> dict[str, Any]:
         """What can be rolled: drafters, shapes, and the rules that verify each exactly, or lossily."""
+        known_rules = {name: verification.describe(name) for name in verification.names()}
         return {
             "drafters": [{"id": name, "name": made.name, "rules": fitting(made)} for name, made in known_drafters(speculator).items()],
-            "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in rules().items()},
-            "shapes": [shape for shape in SHAPES if fits(speculator, shape)],
+            "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in known_rules.items()},
+            "shapes": [shape for shape in SHAPES if not speculator.target.chains_only or TreeShape.parse(shape).is_chain],
             "most": {"rolls": ROLLS, "nodes": NODES, "characters": CHARACTERS, "tokens": TOKENS},
         }
 
@@ -83,10 +84,6 @@ def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRout
     routes.add_api_route("/rounds", guarded(choices), methods=["GET"], **described("/rounds", choices, None))
     routes.add_api_route("/rounds", guarded(roll), methods=["POST"], **described("/rounds", roll, RollRequest))
     return routes
-
-
-def rules() -> dict[str, Any]:
-    return {name: verification.describe(name) for name in verification.names()}
 
 
 def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
@@ -109,10 +106,6 @@ def fitting(drafter: Drafter) -> dict[str, list[str]]:
                 continue
             found.setdefault(kind, []).append(name)
     return found
-
-
-def fits(speculator: Speculator, shape: str) -> bool:
-    return TreeShape.parse(shape).is_chain or not speculator.target.chains_only
 
 
 def read(speculator: Speculator, prompt: str) -> list[int]:
@@ -154,15 +147,8 @@ def rolled(
         check_shape(shape, target, drafter)
         warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
         pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
-        how: dict[str, Any] = {
-            "pipeline": pipeline,
-            "seed": seed,
-            "first": request.first,
-            "rolls": request.rolls,
-            "isolation": isolation,
-            "seconds": SECONDS,
-        }
-        return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
+        how: dict[str, Any] = {"seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation, "seconds": SECONDS}
+        return play(target, drafter, rule, proposal, shape, ids, pipeline=pipeline, **how), drafter.name, str(shape)
 
 
 def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
@@ -176,7 +162,9 @@ def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
         "proposal": done.proposal,
         "root": {"token": done.root, "text": names.text(done.root)},
         "round": {
-            **round_of(roll, names),
+            **round_json(roll, names),
+            "coins": [asdict(coin) for coin in roll.coins],
+            "thresholds": roll.thresholds,
             "residual": roll.residual and shown(roll.residual),
         },
         "rolls": sum(tally.landed),
@@ -186,21 +174,4 @@ def written(names: TokenNames, done: Rounds) -> dict[str, Any]:
         "distance": tally.distance,
         "chance": tally.chance,
         "spread": tally.spread,
-    }
-
-
-def round_of(roll: Roll, names: TokenNames) -> dict[str, Any]:
-    """A round in the form of the member ``round`` of a chunk, and what only a roll knows."""
-    return {
-        "tokens": roll.tokens,
-        "texts": [names.text(token) for token in roll.tokens],
-        "parents": roll.parents,
-        "p": roll.p,
-        "q": roll.q,
-        "path": roll.path,
-        "accepted": len(roll.path) - 1,
-        "bonus": {"token": roll.bonus, "text": names.text(roll.bonus), "p": roll.bonus_p},
-        "ended": roll.ended,
-        "coins": [asdict(coin) for coin in roll.coins],
-        "thresholds": roll.thresholds,
     }

@@ -24,6 +24,7 @@ from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
+from foredraft.traces import RoundTrace, trace_of, values_of
 from foredraft.tree import DRAWN, Proposal, TokenTree
 from foredraft.verification import Rule, Verdict
 from foredraft.verification.block import Block
@@ -96,28 +97,15 @@ class Coin:
 
 
 @dataclass(frozen=True)
-class Roll:
-    """One round in full. Nodes are numbered, the root is 0.
+class Roll(RoundTrace):
+    """One round in full.
 
     Attributes:
-        tokens, parents: of the nodes that were proposed.
-        p, q: probability of each node's token after its parent, by the target and by the draft; None at the root, or without a q.
-        path: the nodes kept, the root first.
-        bonus, bonus_p: the token that follows, and its probability by the target.
-        ended: "mismatch", "end of draft" or "no draft".
         coins: that were thrown, in order.
         thresholds: per node, what p must exceed under the rule ``typical``; else None.
         residual: what the bonus token was drawn from where that is not p: its likeliest tokens, with ``weight``. Else None.
     """
 
-    tokens: list[int]
-    parents: list[int]
-    p: list[float | None]
-    q: list[float | None] | None
-    path: list[int]
-    bonus: int
-    bonus_p: float
-    ended: str
     coins: list[Coin]
     thresholds: list[float | None] | None
     residual: list[Likely] | None
@@ -187,7 +175,7 @@ def play(
             session.step()
         tree, verdict = recorded.tree, recorded.verdict
         if shown is None:
-            shown, p = roll_of(recorded), recorded.p[0, 0].clone()
+            shown, p = roll_of(recorded, shape=str(shape), drafter=drafter.name), recorded.p[0, 0].clone()
         if (chances := landing(recorded, proposal, shape.depth)) is not None:
             expected.append(chances)
         for row, (accepted, bonus) in enumerate(zip(verdict.accepted.tolist(), verdict.next_token.tolist())):
@@ -259,29 +247,22 @@ def match_chances(tree: TokenTree, p: Tensor, *, keyed: bool) -> Tensor:
     return torch.where(p_x[..., 0] > 0, 1 / (both * q_x[..., 0].clamp(min=tiny)), 0).clamp(max=1)
 
 
-def roll_of(recorded: Recorded, row: int = 0) -> Roll:
-    """The round of one row as lists."""
+def roll_of(recorded: Recorded, *, shape: str, drafter: str) -> Roll:
+    """The round of the first row as lists."""
     tree, p, verdict, noise = recorded.tree, recorded.p, recorded.verdict, recorded.noise
-    real = [True] * tree.nodes if tree.valid is None else tree.valid[row].tolist()
-    number = {node: index for index, node in enumerate(node for node in range(tree.nodes) if real[node])}
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    path = verdict.path[row].tolist()[: int(verdict.accepted[row]) + 1]
-    q, bonus, last = tree.q, int(verdict.next_token[row]), path[-1]
-    thresholds = recorded.rule.threshold(tree, p)[row].tolist() if isinstance(recorded.rule, Typical) else None
-    drafted = [node for node in number if node]
-    weights = None if noise.weights is None else noise.weights[row]
+    path = verdict.path[0].tolist()[: int(verdict.accepted[0]) + 1]
+    bonus, last = int(verdict.next_token[0]), path[-1]
+    values = values_of(tree, 0, p[0], last, bonus)
+    trace = trace_of(values, path, bonus, shape=shape, drafter=drafter, kept=len(path), finish_reason=None)
+    nodes = [node for node, real in enumerate(values.real) if real]
+    coins = coins_of(recorded, 0, {node: index for index, node in enumerate(nodes)})
+    thresholds = recorded.rule.threshold(tree, p)[0].tolist() if isinstance(recorded.rule, Typical) else None
+    weights = None if noise.weights is None else noise.weights[0]
     return Roll(
-        tokens=[tokens[node] for node in number],
-        parents=[-1, *(number[parents[node]] for node in drafted)],
-        p=[None, *(float(p[row, parents[node], tokens[node]]) for node in drafted)],
-        q=None if q is None else [None, *(float(q[row, parents[node], tokens[node]]) for node in drafted)],
-        path=[number[node] for node in path],
-        bonus=bonus,
-        bonus_p=float(p[row, last, bonus]),
-        ended="no draft" if not drafted else "mismatch" if any(parents[node] == last for node in drafted) else "end of draft",
-        coins=[coin for coin in coins_of(recorded, row, number) if coin.node],
-        thresholds=None if thresholds is None else [None, *(thresholds[parents[node]] for node in drafted)],
-        residual=None if weights is None or same(weights, p[row, last]) else residual_of(weights, p[row, last], q, row, last, bonus),
+        **vars(trace),
+        coins=[coin for coin in coins if coin.node],
+        thresholds=None if thresholds is None else [None, *(thresholds[values.parents[node]] for node in nodes[1:])],
+        residual=None if weights is None or same(weights, p[0, last]) else residual_of(weights, p[0, last], tree.q, 0, last, bonus),
     )
 
 

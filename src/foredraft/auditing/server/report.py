@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from foredraft.auditing.report import INTERRUPTED, ExactnessError, Power, Statistic
+from foredraft.auditing.report import INTERRUPTED, ExactnessError, Sampled
 
 FEW = 0.1  # of the tokens
 Status = Literal["ok", "fault", "not asked"]
@@ -40,37 +40,16 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Samples:
+class Samples(Sampled):
     """Sampled tokens against the log-probabilities that the server gave for them.
 
     Attributes:
-        answers, tokens: how many were drawn and tested.
+        answers: how many were drawn.
         alternatives: likeliest tokens that were told apart at each position; all others count as one.
-        looks: how often the samples were looked at; the correction knows.
-        statistics: every test at the last look.
-        p_value: the smallest, corrected for all statistics and looks.
-        significance: below this it is a fault; how often a correct server is accused.
-        power: for several directions of bias.
-        seconds: what it took.
     """
 
     answers: int
-    tokens: int
     alternatives: int
-    looks: int
-    statistics: Sequence[Statistic]
-    p_value: float
-    significance: float
-    power: Sequence[Power]
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        return self.p_value >= self.significance
-
-    @property
-    def worst(self) -> Statistic:
-        return min(self.statistics, key=lambda each: each.p_value)
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,16 @@
 // Prometheus' text format, and the few figures of it that the page shows.
 
-/** `{name: [{labels, value}]}` of the exposition `text`. */
-export function parse(text) {
-  const found = {};
-  for (const line of text.split("\n")) {
-    const match = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)/.exec(line);
-    if (!match) continue;
-    const labels = {};
-    for (const [, name, value] of (match[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)) labels[name] = value;
-    (found[match[1]] ??= []).push({ labels, value: Number(match[3]) });
-  }
-  return found;
-}
-
-const sum = (lines) => (lines ?? []).reduce((total, { value }) => total + value, 0);
-
-/** Counters and gauges at one moment. */
+/** Counters and gauges at one moment, of the exposition `text`. */
 export function read(text) {
-  const metrics = parse(text);
+  const sum = (name) => [...text.matchAll(new RegExp(`^${name}(?:\\{.*\\})? (\\S+)`, "gm"))].reduce((total, [, value]) => total + Number(value), 0);
   return {
-    tokens: sum(metrics["vllm:generation_tokens_total"]),
-    running: sum(metrics["vllm:num_requests_running"]),
-    waiting: sum(metrics["vllm:num_requests_waiting"]),
-    drafts: sum(metrics["vllm:spec_decode_num_drafts_total"]),
-    accepted: sum(metrics["vllm:spec_decode_num_accepted_tokens_total"]),
-    drafter: metrics["foredraft:row_passes_total"]?.[0]?.labels.drafter ?? "drafter", // a server has one
-    passes: sum(metrics["foredraft:row_passes_total"]), // rounds, each counted once per row
+    tokens: sum("vllm:generation_tokens_total"),
+    running: sum("vllm:num_requests_running"),
+    waiting: sum("vllm:num_requests_waiting"),
+    drafts: sum("vllm:spec_decode_num_drafts_total"),
+    accepted: sum("vllm:spec_decode_num_accepted_tokens_total"),
+    drafter: /^foredraft:row_passes_total\{(?:.*,)?drafter="((?:[^"\\]|\\.)*)"/m.exec(text)?.[1] ?? "drafter", // a server has one
+    passes: sum("foredraft:row_passes_total"), // rounds, each counted once per row
   };
 }
 
