@@ -47,15 +47,20 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
-# The libraries of the extra compat bring some hundred packages, which the other targets do without.
-$(COMPAT)/.installed: pyproject.toml zoo/pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(COMPAT)
+# Environments that lie over $(VENV): what is installed there is not installed again. The libraries of the extra compat bring some hundred
+# packages, which the other targets do without; the server's clients need another langchain-core than these.
+define over
+	$(PYTHON) -m venv $(1)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/over.pth"
+endef
+
+$(COMPAT)/.installed: $(VENV)/.installed-test
+	$(call over,$(COMPAT))
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check install -q $(CONSTRAINTS) -e '.[test,compat]' -e ./zoo
 	@touch $@
 
-# Clients of the server. They need another langchain-core than the libraries above.
-$(CLIENTS)/.installed: pyproject.toml zoo/pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(CLIENTS)
+$(CLIENTS)/.installed: $(VENV)/.installed-test
+	$(call over,$(CLIENTS))
 	sed '/^langchain/d' constraints.txt > $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -c $(CLIENTS)/constraints.txt -e '.[test,clients]' -e ./zoo
 	@touch $@
