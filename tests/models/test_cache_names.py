@@ -9,14 +9,12 @@ import torch
 from architectures import ARCHITECTURES
 from encoder_decoders import FAMILIES
 from encoder_decoders import build as build_sourced
-from helpers import added, generate, padded, prompts, tiny, watched
+from helpers import generate, padded, prompts, tiny, watched
 from kernel_cases import always as always  # a fixture
-from kernel_cases import build, needs_kernels
 from transformers import LlamaForCausalLM, MambaForCausalLM, RwkvForCausalLM, T5ForConditionalGeneration
 
 from foredraft import Speculator
 from foredraft.auditing.reference import Reference
-from foredraft.backends.kernel_pass import NativeLayer, NativeModel
 from foredraft.models.cache_names import CACHE_NAMES, cache_argument, cache_of
 
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
@@ -75,21 +73,6 @@ def test_no_pass_behind_a_source_warns(name):
     features = torch.randn(1, 8, 60) if FAMILIES[name].reads == "features" else None
     given = padded(ROWS[:1]) if features is None else {"input_features": features}
     Speculator(model, "ngram", self_test=False).generate(**given, max_new_tokens=6)
-
-
-@needs_kernels
-@torch.inference_mode()
-@pytest.mark.parametrize(("name", "kernel"), [("llama", NativeModel), ("mistral-window", NativeLayer)])
-def test_replaced_forwards_find_the_cache(name, kernel, always, monkeypatch):
-    """Where they miss it, the model's own classes run, which gives the same text, slowly."""
-    model, method = build(name, torch.float32), "run_over" if kernel is NativeModel else "__call__"
-    plain, calls, passes = getattr(kernel, method), [], []
-    monkeypatch.setattr(kernel, method, lambda self, *given: calls.append(given) or plain(self, *given))
-    speculator = Speculator(model, "ngram", execution="native", self_test=False)
-    with watched(model, passes.append):  # and so the model itself is called
-        out = speculator.generate(**padded(ROWS[:1]), max_new_tokens=6)
-    assert passes and len(calls) == len(passes) * (1 if kernel is NativeModel else len(model.model.layers))
-    assert added(out, len(ROWS[0]))
 
 
 def test_an_output_holds_one_cache():

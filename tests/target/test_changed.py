@@ -15,7 +15,7 @@ from foredraft.backends import choice
 from foredraft.backends import kernels as kernels_module
 from foredraft.backends import packing as packing_module
 from foredraft.backends import products as products_module
-from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.described_pass import DescribedModel
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.changes import ModelState
 from foredraft.target import Target
@@ -300,7 +300,7 @@ def test_giving_weights_back_forgets_no_change_that_nobody_has_looked_for(execut
 
 STOPS = {
     "a layout": (products_module, "blocked", MemoryError),
-    "fused layers": (NativeModel, "of", KeyboardInterrupt),
+    "the decoder": (DescribedModel, "of", KeyboardInterrupt),
     "comparing": (kernels_module, "difference", KeyboardInterrupt),
     "the self-test": (choice, "self_test", UnsupportedModelError),
 }

@@ -17,7 +17,7 @@ from cover import nightly_but
 from helpers import Oracle, clone, generate, repetitive
 
 from foredraft import ConfigurationError, Speculator, TokenTree
-from foredraft.backends import compilation, fusion, native
+from foredraft.backends import compilation, native
 from foredraft.backends import packing as packing_module
 from foredraft.backends.families import family_of
 from foredraft.backends.kernel_pass import NativeModel
@@ -27,8 +27,7 @@ from foredraft.target import Target
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
-FUSED = ("llama", "qwen2", "qwen3", "mistral", "qwen2_window")
-KERNELS = (*FUSED, "qwen3_moe", "mixtral")
+KERNELS = ("llama", "qwen2", "qwen3", "mistral", "qwen2_window", "qwen3_moe", "mixtral")
 FAMILIES = [name for name, entry in ARCHITECTURES.items() if entry.support != "refused"] + [f"{name} wide" for name in KERNELS]
 TREES = [name for name in FAMILIES if ARCHITECTURES[name.split()[0]].support == "tree"]
 
@@ -171,15 +170,12 @@ def assert_laid_out(target, family, execution):
     left = KEPT.get(name, set()) - ({"experts"} if wide and execution != "packed" else set())
     assert kept(target.model) == left | (NARROW.get(name, set()) if execution == "native" else set())
     layers = target.model.config.num_hidden_layers
-    assert kernels.fused == (layers if name in FUSED else 0)
     assert kernels.native == (layers if wide and execution == "native" else 0)
     assert target.execution == ("native" if kernels.native else "packed")
     whole = isinstance(vars(target.model.base_model).get("forward"), NativeModel)
     assert whole == (kernels.native > 0)
     if kernels.native:
         assert kernels.unfused is None
-    elif name in FUSED:
-        assert kernels.unfused == f"{layers} of its {layers} decoder layers have sizes or layouts that the kernel does not take"
     elif family_of(target.model, target.model.get_decoder()) is not None:  # sizes of 8 and 16
         assert kernels.unfused.endswith(" are not packed together in the kernels' layout")
     else:
@@ -236,24 +232,9 @@ def laid_out(monkeypatch, taken):
     return Target(clone(tiny("llama wide")), execution="packed")
 
 
-@pytest.mark.parametrize(
-    ("taken", "fused", "why"),
-    [
-        ((8, None), 0, "not all products are packed in 2 of its 2 decoder layers"),
-        ((None, 8), 2, "2 of its 2 decoder layers have sizes or layouts that the kernel does not take"),
-    ],
-)
-def test_layers_that_are_no_kernel_say_why(taken, fused, why, monkeypatch):
-    target = laid_out(monkeypatch, taken)
-    assert target.execution == "packed" and target.backend.overrides.fused == fused and target.backend.overrides.unfused == why
-    assert_same_logits(target, "llama wide", torch.float32)
-
-
-def test_fused_layers_that_compute_something_else_are_given_up_and_say_so(monkeypatch):
-    call = fusion.FusedLayer.__call__
-    monkeypatch.setattr(fusion.FusedLayer, "__call__", lambda *args, **kwargs: 1.5 * call(*args, **kwargs))
-    target = laid_out(monkeypatch, (8, 8))
-    assert target.backend.overrides.fused == 0 and "fused layers gave logits that differ" in target.backend.overrides.unfused
+def test_layers_that_are_no_kernel_say_why(monkeypatch):
+    target = laid_out(monkeypatch, (8, None))
+    assert target.execution == "packed" and target.backend.overrides.unfused.endswith(" are not packed together in the kernels' layout")
     assert_same_logits(target, "llama wide", torch.float32)
 
 

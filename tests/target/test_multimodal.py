@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import PAD, padded, repetitive
+from kernel_cases import needs_kernels
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -90,6 +91,19 @@ def test_greedy_text_is_transformers_own(name, execution):
     width = max(map(len, ROWS))
     assert [line[width:].tolist() for line in found.sequences] == wanted
     assert found.stats.drafted > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_its_decoder_runs_on_the_kernels(name, tmp_path):
+    """Whatever class of models it stands in."""
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path)
+    speculator = Speculator(str(tmp_path), "ngram", shape="product(2,2,1)", dtype="float32")
+    assert speculator.target.execution == "native", speculator.target.reasons
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
+    wanted = [model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist() for row in ROWS]
+    assert [line[max(map(len, ROWS)) :].tolist() for line in speculator.generate(**padded(ROWS), **options).sequences] == wanted
 
 
 def test_granite_without_a_recurrent_layer_takes_trees():

@@ -33,7 +33,7 @@ TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
 def targets(name, dtype):
     plain = Target(build(name, dtype), execution="eager")
     kernels = Target(build(name, dtype), execution="native", owned=True)
-    assert kernels.execution == "native" and kernels.backend.overrides.native == kernels.backend.overrides.fused == 3
+    assert kernels.execution == "native" and kernels.backend.overrides.native == 3
     assert isinstance(vars(kernels.model.model).get("forward"), NativeModel)
     return plain, kernels
 

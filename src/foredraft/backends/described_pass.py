@@ -21,7 +21,7 @@ from foredraft.backends import narrow, native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
 from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
-from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places, eps_of
+from foredraft.backends.kernel_pass import BY_POSITION, Direct, Kernel, NativeModel, NativePass, Places, eps_of
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import BLOCK, NATIVE, Product
@@ -55,17 +55,6 @@ class Unfit(Exception):
     """The kernels do not support a model; the message says why."""
 
 
-@dataclass(eq=False)
-class DescribedLayer:
-    """One layer, as the kernels see it; ``held`` keeps alive what its pointers refer to."""
-
-    about: native.Layer
-    index: int
-    library: Any
-    shared: object
-    held: tuple[Any, ...]
-
-
 @dataclass(frozen=True)
 class Turning:
     """What layers of one kind have in common: their ``window``, whether they use RoPE (``turns``), and the type of layer by which a model
@@ -77,7 +66,7 @@ class Turning:
 
 
 class DescribedModel(NativeModel):
-    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called directly, it runs as its class does.
+    """A decoder of a family that is described.
 
     Attributes:
         head: the class of the language model.
@@ -85,10 +74,8 @@ class DescribedModel(NativeModel):
         divided, scaled, cap: divisor, factor and soft cap of the logits.
     """
 
-    kernels: Sequence[DescribedLayer]
-
     @staticmethod
-    def of(base: Any, packing: Packing) -> DescribedModel | str | None:  # type: ignore[override]
+    def of(base: Any, packing: Packing) -> DescribedModel | str | None:
         """The kernel for ``base``, or the reason that there is none; None if it is no decoder of a known family."""
         name = family_of(packing.model, base)
         if name is None:
@@ -127,7 +114,7 @@ class DescribedModel(NativeModel):
             latents = [part for part in held if isinstance(part, Latents)]
             shared.inner = max(shared.inner, int(about.inner), *(part.scratch for part in latents))
             shared.experts += [part.about for part in held if isinstance(part, Experts)]
-            kernels.append(DescribedLayer(about, index, native.library(held[0].dtype), shared, held))
+            kernels.append(Kernel(about, index, native.library(held[0].dtype), shared, held))
         if (
             {kernel.held[0].dtype for kernel in kernels} != {like.dtype}
             or len({id(kernel.library) for kernel in kernels}) > 1
@@ -149,12 +136,9 @@ class DescribedModel(NativeModel):
 
     # -- what Direct and drafts ask --------------------------------------------------------------------------------------
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return type(self.base).forward(self.base, *given, **named)
-
     @property
     def page_kinds(self) -> list[Kind]:
-        found: dict[int | None, list[DescribedLayer]] = {}
+        found: dict[int | None, list[Kernel]] = {}
         for kernel in self.kernels:
             found.setdefault(self.kinds[int(kernel.about.kind)].window, []).append(kernel)
         return [Kind(self.page_bytes(some), window, frozenset(each.index for each in some)) for window, some in found.items()]
@@ -180,7 +164,7 @@ class DescribedModel(NativeModel):
     def about(
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
-        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, None, places)
+        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, places)
         if self.by_position:
             angles, at = [self._table(number, window.width) for number in range(len(self.kinds))], positions.contiguous()
         else:

@@ -152,7 +152,5 @@ def interleaves(family: Family, config: Any) -> bool:
 def family_of(model: Any, base: Any) -> str | None:
     """The family of language model ``model`` with the decoder ``base``; None if it is not described here. Models that take images as well
     may have decoders of other families."""
-    name, head = type(base).__name__, type(model).__name__
-    known = next((each for each in FAMILIES if head in (f"{each}ForCausalLM", f"{each}ForConditionalGeneration")), None)
-    ours = known is not None and name == known + FAMILIES[known].model and type(base).__module__.startswith("transformers.models.")
-    return known if ours and base is model.get_decoder() else None
+    known = next((each for each, family in FAMILIES.items() if type(base).__name__ == each + family.model), None)
+    return known if type(base).__module__.startswith("transformers.models.") and base is model.get_decoder() else None

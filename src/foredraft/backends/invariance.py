@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from foredraft.backends.base import Backend
 from foredraft.backends.described_pass import DescribedModel
 from foredraft.backends.eager import Eager
-from foredraft.backends.kernel_pass import BY_POSITION, MODELS
 from foredraft.backends.kernels import Kernels
 from foredraft.backends.products import NATIVE
 from foredraft.backends.self_test import Trial, some_text
@@ -35,10 +34,10 @@ def refusal(backend: Backend) -> str | None:
         return f"passes are {backend.name}, and only the native kernels add up in one order"
     if kernels.unfused is not None:
         return kernels.unfused
-    described = isinstance(vars(decoder).get("forward"), DescribedModel)
-    if (type(decoder).__name__ not in MODELS and not described) or facts.chains_only is not None:
+    whole = vars(decoder).get("forward")
+    if not isinstance(whole, DescribedModel) or facts.chains_only is not None:
         return f"the kernels are not made for all of {type(decoder).__name__}"
-    if not (vars(decoder)["forward"].by_position if described else getattr(decoder.rotary_emb, "rope_type", None) in BY_POSITION):
+    if not whole.by_position:
         return "its rotary angles depend on the length of the text"
     asked = [each for each in (*decoder.modules(), facts.model.get_output_embeddings()) if isinstance(each, nn.Linear)]
     products = [getattr(vars(each).get("forward"), "product", None) for each in asked]

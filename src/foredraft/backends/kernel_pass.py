@@ -1,4 +1,4 @@
-"""Passes by the kernels in ``native``: single decoder layers, whole decoders, and whole language models.
+"""Passes by the kernels in ``native``: whole decoders, and whole language models.
 
 A pass is a list of tokens, row after row; rows may have different numbers of them, so that nothing is computed for filler.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import experts, native
 from foredraft.backends.base import Part
-from foredraft.backends.products import NATIVE
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.cache_names import cache_argument
 from foredraft.models.changes import Override, hooks_of
 from foredraft.models.features import Features
 from foredraft.models.layers import Aside
@@ -29,9 +27,7 @@ from foredraft.models.page_stores import Kind
 from foredraft.models.pages import PAGE
 from foredraft.models.skips import SkipSet
 
-MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration"),
     *("BartForConditionalGeneration", "MBartForConditionalGeneration", "PLBartForConditionalGeneration", "MarianMTModel"),
     *("PegasusForConditionalGeneration", "M2M100ForConditionalGeneration", "WhisperForConditionalGeneration"),
@@ -41,7 +37,6 @@ BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots in a table that is made once
 WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
-PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "return_dict", *WATCHING}
 
 
 class Places:
@@ -79,7 +74,7 @@ def counting() -> tuple[Tensor, Tensor]:
 
 
 class NativePass:
-    """What the kernels need to know about a pass, filled in by its first layer, and their scratch memory.
+    """What the kernels need to know about a pass, and their scratch memory.
 
     It belongs to a cache, and so to one target: another target over the same model has its own.
 
@@ -90,7 +85,6 @@ class NativePass:
     def __init__(self, shared: object = None) -> None:
         self.about, self.shared = native.Pass(), shared
         self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
-        self._given: tuple[object, object] = (None, None)
         self._held: list[Tensor | None] = []  # keeps alive what the pointers refer to
         self._room, self._scratch = (0, 0), list[Tensor]()  # for so many tokens and threads
         self._experts = torch.empty(0, dtype=torch.uint8)  # their scratch
@@ -102,26 +96,18 @@ class NativePass:
             cache.scratch = NativePass(shared)
         return cache.scratch
 
-    def of(
-        self, layer: Kernel, x: Tensor, window: Window, angles: tuple[Tensor, Tensor] | None, places: Places | None = None
-    ) -> native.Pass:
-        """For ``x`` ``[rows, nodes, hidden]`` with ``angles`` ``[rows or 1, nodes, D]``, or ``[1, tokens, hidden]`` and
-        ``[1, tokens, D]`` in ``places``; None without RoPE."""
-        about = self.about
-        if angles is self._given[0] and window is self._given[1]:
-            return about
-        own = places is not None or (angles is not None and angles[0].shape[0] > 1)
-        places = places or Places(window, ragged=False)
-        cos, sin = (None, None) if angles is None else (each.contiguous() for each in angles)
+    def of(self, layer: Kernel, x: Tensor, window: Window, places: Places | None = None) -> native.Pass:
+        """For ``x`` ``[rows, nodes, hidden]``, or ``[1, tokens, hidden]`` in ``places``."""
+        about, places = self.about, places or Places(window, ragged=False)
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
-        about.tokens, about.nodes, about.own_angles = places.count, places.nodes, int(own)
+        about.tokens, about.nodes = places.count, places.nodes
         scratch = self.room(layer.about, x, places.count, int(about.threads))
-        held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
+        held = [None, None, places.begins, places.rows, places.slots, *scratch]
         for name, tensor in zip(native.POINTERS, held, strict=True):
             setattr(about, name, None if tensor is None else tensor.data_ptr())
         self.make_room_for_experts(about, layer.library, int(layer.about.hidden), places.count)
         native.make_room_for_segments(about, layer.about, window.rows * places.nodes, window.width)
-        self._held, self._given = held, (angles, window)
+        self._held = held
         return about
 
     def make_room_for_experts(self, about: native.Pass, library: Any, hidden: int, tokens: int) -> None:
@@ -146,70 +132,20 @@ class NativePass:
         return self._scratch
 
 
-class NativeLayer:
-    """A decoder layer in one call of a kernel.
-
-    Args:
-        layer: a :class:`~foredraft.backends.fusion.FusedLayer`, whose products, norms and sizes are read.
-    """
-
-    def __init__(self, layer: Any):
-        self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype)
-        products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
-        norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
-        self._held = [layer, *products.values()]  # the pointers below point into them
-        self.about = native.Layer(
-            hidden=layer.qkv.inputs,
-            inner=layer.down.inputs,
-            heads=layer.queries,
-            key_heads=layer.pairs - layer.queries,
-            size=layer.size,
-            eps=layer.before.variance_epsilon,
-            head_eps=0.0 if layer.q_norm is None else layer.q_norm.variance_epsilon,
-            scaling=layer.scaling,
-            **{name: product.matrix for name, product in products.items()},
-            **{name: native.Norm.of(None if norm is None else norm.weight) for name, norm in norms.items()},
-        )
-
-    @staticmethod
-    def of(layer: Any) -> NativeLayer | None:
-        """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
-        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        if any(each.hint != NATIVE or each.outputs % 64 for each in products) or layer.down.inputs % 32:
-            return None
-        if len({product.dtype for product in products}) > 1:
-            return None
-        norms = [each for each in (layer.before, layer.after, layer.q_norm, layer.k_norm) if each is not None]
-        if layer.size % 32 or layer.activation is not nn.functional.silu or any(each.weight.dtype != layer.qkv.dtype for each in norms):
-            return None
-        sizes = layer.size, layer.queries, *(each.outputs for each in products)
-        layer.shared.sizes = layer.shared.sizes or sizes
-        return NativeLayer(layer) if sizes == layer.shared.sizes else None  # a pass has scratch memory for its first layer
-
-    def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor], parts: int) -> Tensor:
-        keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
-        assert cache.window is not None
-        about = NativePass.over(cache, self.shared).of(self, x, cache.window, angles)
-        cache.place(about, self.index)
-        if mask is not None:
-            about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
-        out = x.clone(memory_format=torch.contiguous_format)
-        seen = None if mask is None else mask.data_ptr()
-        self.library.layer(self.about, about, seen, out.data_ptr(), keys.data_ptr(), values.data_ptr(), parts)
-        return out
-
-
-class Kernel(Protocol):
-    """A decoder layer as the kernels see it: its description ``about``, its ``index``, and what it ``shared`` with all other layers."""
+@dataclass(eq=False)
+class Kernel:
+    """A decoder layer as the kernels see it: its description ``about``, its ``index``, and what it ``shared`` with all other layers;
+    ``held`` keeps alive what its pointers refer to."""
 
     about: native.Layer
     index: int
     library: Any
     shared: Any
+    held: tuple[Any, ...]
 
 
 class NativeModel(Override):
-    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them.
+    """``forward`` of a decoder whose passes :class:`Direct` makes, in one call for all layers; called directly, it runs as its class does.
 
     Attributes:
         norm, eps: of the norm after the last layer, whose weights and bias are ``last``.
@@ -224,42 +160,10 @@ class NativeModel(Override):
         self.embedded = native.Embedded(tokens=table.data_ptr(), hidden=table.shape[1], padding=-1, scale=1.0)
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
-        self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
-        self._hooks, self._cache_argument = hooks_of(base, inside=True), cache_argument(type(base))
+        self._hooks = hooks_of(base, inside=True)
 
-    @staticmethod
-    def of(base: Any) -> NativeModel | None:
-        """The kernel for ``base``, or None if it is no such model."""
-        if type(base).__name__ not in MODELS or not type(base).__module__.startswith("transformers.models."):
-            return None
-        config = base.config
-        layers = list(base.layers)[: config.num_hidden_layers]
-        found = [getattr(vars(layer).get("forward"), "kernel", None) for layer in layers]
-        kernels = [kernel for kernel in found if kernel is not None]
-        windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
-            getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
-        )
-        if windows or not layers or len(kernels) < len(layers) or len({id(kernel.library) for kernel in kernels}) > 1:
-            return None
-        if any("forward" in vars(each) for each in (base, base.embed_tokens, base.norm, base.rotary_emb)):
-            return None
-        if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
-            return None
-        return NativeModel(base, layers, kernels, (base.norm.weight,), base.norm.variance_epsilon)
-
-    def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        **others: Any,
-    ) -> Any:
-        cache: Any = others.get(self._cache_argument)
-        if not self._serves(input_ids, attention_mask, position_ids, cache, others):
-            return type(self.base).forward(self.base, input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
-        assert input_ids is not None and position_ids is not None
-        x = self.base.embed_tokens(input_ids)
-        return BaseModelOutputWithPast(self.run_over(x, position_ids, None, attention_mask, cache), cache)
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return type(self.base).forward(self.base, *given, **named)
 
     @property
     def page_kinds(self) -> list[Kind]:
@@ -281,18 +185,13 @@ class NativeModel(Override):
         """The sizes of a head's key and value; one number if they are equal."""
         return (int(self.kernels[0].about.size),)
 
-    @property
-    def by_position(self) -> bool:
-        """Whether RoPE angles depend on the position alone, not on the length of the text."""
-        return getattr(self.base.rotary_emb, "rope_type", None) in BY_POSITION
-
     def finished(self, logits: Tensor) -> Tensor:
         """The model's logits, from what its LM head returns."""
         return logits
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[1, n, hidden]`` input embeddings of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
-        return nn.functional.embedding(ids[None], self.base.embed_tokens.weight)
+        raise TypeError(f"{type(self).__name__} must define embed")
 
     def run_over(
         self,
@@ -332,33 +231,17 @@ class NativeModel(Override):
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
         """What the kernels need to know about a pass; arguments as :meth:`run_over` has them."""
-        return NativePass.over(cache, self.shared).of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
+        raise TypeError(f"{type(self).__name__} must define about")
 
     def place(self, about: native.Growth, given: native.Pass, cache: TreeCache, like: Tensor, most: int) -> bool:
         """Set what depends on positions, all below ``most``, for a draft of the only row; False if that is not possible."""
-        angles = self.angles_by_position(like, most)
-        if angles is not None:
-            about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
-            given.beside = angles  # passes in other threads may replace the tables
-        return angles is not None
+        raise TypeError(f"{type(self).__name__} must define place")
 
     @property
     def watched(self) -> bool:
         """There are hooks or requests for inner outputs, or only some of the layers are to run."""
         asked = any(getattr(self.base.config, name, False) for name in WATCHING)
         return asked or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
-
-    def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
-        return (
-            ids is not None
-            and positions is not None
-            and isinstance(cache, TreeCache)
-            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and fits(mask)))
-            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds", self._cache_argument}
-            and not any(others.get(name) for name in WATCHING)
-            and others.get("inputs_embeds") is None
-            and not (self.watched or torch.is_grad_enabled())
-        )
 
     def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any]:
         """Pointers to every layer's keys and values."""
@@ -370,24 +253,6 @@ class NativeModel(Override):
             keys, values = (pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values"))
             mine.buffers = cache.allocations, keys, values
         return mine.buffers[1], mine.buffers[2]
-
-    def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
-        tables = self.angles_by_position(x, needed)
-        if tables is None:
-            return self.base.rotary_emb(x, position_ids=positions)
-        return tables[0][positions], tables[1][positions]
-
-    def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin ``[needed or more, D]`` in the dtype of ``x``; None where they do not depend on the position alone."""
-        rotary = self.base.rotary_emb
-        if not self.by_position:
-            return None
-        tables = self._tables
-        if tables is None or tables[0].shape[0] < needed:
-            cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
-            self._tables = tables = cos[0].contiguous(), sin[0].contiguous()
-        return tables
 
 
 class Direct:

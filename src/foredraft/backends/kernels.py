@@ -1,4 +1,4 @@
-"""Packs and fuses a model on a CPU, and checks that its logits stay the same."""
+"""Packs a model on a CPU, runs its decoder in one call of the kernels, and checks that its logits stay the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
 
 
 class Kernels:
-    """Packed weights and fused layers on one model, as far as its logits stay the same within rounding.
+    """Packed weights and kernels on one model, as far as its logits stay the same within rounding.
 
     Args:
         model: on a CPU; one that :func:`~foredraft.backends.packing.refusal` accepts.
@@ -28,9 +28,8 @@ class Kernels:
 
     Attributes:
         refused: why the model was left as it was; None if it was not.
-        fused: how many decoder layers are fused.
-        native: how many of them are one call of a kernel.
-        unfused: why not every decoder layer is one call of a kernel; None if all are.
+        native: how many decoder layers are in one call of the kernels.
+        unfused: why they are not; None if they are.
     """
 
     def __init__(self, model: nn.Module, sample: Callable[[], Tensor], *, owned: bool, hints: Sequence[int]):
@@ -61,16 +60,16 @@ class Kernels:
         routed = bool(self._packing.others)
         self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
-        trial = (self._sample(), expected) if self._fusion.layers else self._fusion.trial()
+        trial = self._fusion.trial()
         if trial is not None and (found := difference(*trial, routed)) is not None:
             self._fusion.undo()
-            self.unfused = f"fused layers gave logits that differ by {found:.1e} of their scale"
+            self.unfused = f"the kernels gave states that differ by {found:.1e} of their scale"
         elif (why := self._fusion.wrong(self.model, self._sample)) is not None:
             self._fusion.undo()
             self.unfused = why
-        self.fused, self.native = len(self._fusion.layers), self._fusion.native
+        self.native = self._fusion.native
         self.refused: str | None = None
-        if not self.fused and (found := difference(self._sample(), expected, routed)) is not None:
+        if (found := difference(self._sample(), expected, routed)) is not None:
             self._fusion.undo()
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from foredraft.backends import native
 from foredraft.backends.experts import ACTIVATIONS
-from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, eps_of, pointers
+from foredraft.backends.kernel_pass import Kernel, NativeModel, NativePass, Places, eps_of, pointers
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import NATIVE
 from foredraft.device import end_waiting, one_thread
@@ -104,15 +104,10 @@ WIDEST = 8192  # most values of a state that is normed in place, ``TAKEN`` of ``
 
 
 @dataclass(eq=False)
-class SourcedLayer:
-    """One layer, as the kernels see it; ``held`` keeps alive what its pointers refer to."""
+class SourcedLayer(Kernel):
+    """One layer, as the kernels see it; ``cross`` are the linear layers for keys and values of a source."""
 
-    about: native.Layer
-    index: int
-    library: Any
-    shared: object
-    cross: Sequence[nn.Module]  # the linear layers for keys and values of a source
-    held: tuple[Any, ...]
+    cross: Sequence[nn.Module]
 
     @staticmethod
     def of(layer: Any, index: int, family: Family, bias: Tensor | None, packing: Packing, shared: object) -> SourcedLayer | None:
@@ -158,7 +153,7 @@ class SourcedLayer:
             **{name: product.matrix for name, product in products.items()},
             **{name: native.Norm.of(norm.weight, getattr(norm, "bias", None)) for name, norm in norms.items()},
         )
-        return SourcedLayer(about, index, native.library(dtypes.pop()), shared, cross_keys, (bias, *products.values(), *norms.values()))
+        return SourcedLayer(about, index, native.library(dtypes.pop()), shared, (bias, *products.values(), *norms.values()), cross_keys)
 
     def keys(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[heads, S, size]`` of a source."""
@@ -169,14 +164,14 @@ class SourcedLayer:
 
 
 class SourcedModel(NativeModel):
-    """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called directly, it runs as its class does."""
+    """A decoder that reads a source."""
 
     kernels: Sequence[SourcedLayer]
     scale: float  # of the states that the head reads
     table: Tensor | None  # ``[positions, hidden]`` position embeddings
 
     @staticmethod
-    def of(base: Any, packing: Packing) -> SourcedModel | None:  # type: ignore[override]
+    def of(base: Any, packing: Packing) -> SourcedModel | None:
         """The kernel for ``base``, or None if it is no such model."""
         family = FAMILIES.get(type(base).__name__)
         if family is None or not type(base).__module__.startswith("transformers.models.") or not getattr(base, "is_decoder", True):
@@ -221,9 +216,6 @@ class SourcedModel(NativeModel):
         about, itemsize = self.kernels[0].about, self.base.embed_tokens.weight.itemsize
         return PAGE * itemsize * (2 * len(self.kernels) * int(about.heads * about.size) + int(self.kernels[0].cross[0].in_features))  # type: ignore[arg-type]
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return type(self.base).forward(self.base, *given, **named)
-
     def trial(self) -> tuple[Tensor, Tensor]:
         """The last states ``[1, n, hidden]`` of a few tokens with a source, by the kernels and by the class."""
         like, cache, padding = self.base.embed_tokens.weight, SourcedPages([Kind(0)], run_bytes=0), self.base.embed_tokens.padding_idx
@@ -249,7 +241,7 @@ class SourcedModel(NativeModel):
     def about(
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
-        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, None, places)
+        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, places)
         self._point(about, cache, window)
         return about
 

@@ -100,12 +100,12 @@ STATES: weakref.WeakValueDictionary[int, ModelState] = weakref.WeakValueDictiona
 
 class Structure:
     """The modules inside ``module``, their classes, and what overrides their ``forward``. The dictionaries of the modules are kept and read
-    again; ``inside`` leaves out an override of ``module`` itself."""
+    again."""
 
-    def __init__(self, module: nn.Module, *, inside: bool = False):
+    def __init__(self, module: nn.Module):
         modules = list(module.modules())
         self.children = [each._modules for each in modules]
-        self.namespaces = [vars(each) for each in modules if not (inside and each is module)]
+        self.namespaces = [vars(each) for each in modules]
         self.classes = list({type(each): None for each in modules})
         self.known = self.read()
 
