@@ -13,6 +13,7 @@ from kernel_cases import DTYPES, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TreeShape
+from foredraft.backends import native
 from foredraft.backends.native_growth import MISSED, MOST_KEPT, NativeGrowth, laid_out
 from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_model import DraftModel
@@ -182,9 +183,9 @@ def test_angles_that_are_replaced_meanwhile_last_as_long_as_a_draft():
         target.prefill([PROMPT], first=0)
         kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
         kernel._begin([*PROMPT, 1], 1, 4, 100)
-        table = weakref.ref(target.backend.direct.decoder._tables[0])
-        target.backend.direct.decoder._tables = None
-        assert table() is not None and table().data_ptr() == kernel._about.cos
+        table = weakref.ref(target.backend.direct.decoder._lines[0][0])
+        target.backend.direct.decoder._lines.clear()
+        assert table() is not None and table().data_ptr() == native.Kind.from_address(kernel._pass.kinds).cos
 
 
 def test_what_it_does_not_do_is_left_to_others():

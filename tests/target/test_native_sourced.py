@@ -114,7 +114,7 @@ def test_a_model_whose_own_attention_adds_its_masks(name):
 def test_kernels_that_differ_are_left_out(monkeypatch):
     monkeypatch.setattr(sourced_pass, "by_distance", lambda attention: torch.zeros(4, 21))
     target = native("t5 v1.1", torch.float32)
-    assert target.execution == "packed" and "fused layers gave logits that differ" in target.reasons["fused"]
+    assert target.execution == "packed" and "the kernels gave states that differ" in target.reasons["fused"]
     assert "forward" not in vars(target.model.get_decoder())
 
 
