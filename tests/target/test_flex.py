@@ -152,7 +152,7 @@ def test_an_unknown_attention_is_refused():
         Target(tiny(), attention="flash")
 
 
-def test_packed_layers_attend_by_themselves():
+def test_it_is_not_used_with_packed_weights():
     with pytest.raises(ConfigurationError, match="execution='packed' was asked for; use execution='eager'"):
         Target(build("llama"), attention="flex", execution="packed")
 

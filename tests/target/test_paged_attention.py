@@ -52,7 +52,7 @@ def test_heads_of_any_multiple_of_16(size, dtype):
 
 @pytest.mark.parametrize("family", ["mistral-window", "llama"])
 def test_packed_layers_attend_over_pages(family):
-    """Of one kernel each where windows keep the decoder from being one; and of fused products that are no kernels."""
+    """On the kernels, with windows, and beside packed products."""
     model = build_native(family, torch.float32)
     other = copy.deepcopy(model)
     execution = "native" if family == "mistral-window" else "packed"

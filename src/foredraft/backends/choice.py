@@ -107,7 +107,7 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     if execution not in ("auto", "packed", "native"):
         reasons["packed"] = f"execution={execution!r} was asked for"
     elif attention == "flex":
-        reasons["packed"] = "attention='flex' was asked for, and the packed layers attend by themselves"
+        reasons["packed"] = "attention='flex' was asked for, and it is not used with packed weights"
     elif execution == "auto" and not owned:
         reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
     if "packed" in reasons:

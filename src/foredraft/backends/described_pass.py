@@ -20,8 +20,8 @@ from torch.nn import functional
 from foredraft.backends import narrow, native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
-from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
-from foredraft.backends.kernel_pass import BY_POSITION, Direct, Kernel, NativeModel, NativePass, Places, eps_of
+from foredraft.backends.families import FAMILIES, Family, family_of, heads_of, interleaves
+from foredraft.backends.kernel_pass import BY_POSITION, Direct, Kernel, NativeModel, NativePass, Places, eps_of, passes_are_known
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.packing import Packing
 from foredraft.backends.products import BLOCK, NATIVE, Product
@@ -80,8 +80,9 @@ class DescribedModel(NativeModel):
         name = family_of(packing.model, base)
         if name is None:
             return None
-        layers = getattr(base, FAMILIES[name].layers)
-        others = (each for each in base.modules() if not isinstance(each, nn.Linear) and each not in layers)
+        if not passes_are_known(packing.model):
+            return f"{type(packing.model).__name__} has a forward of its own"
+        others = (each for each in base.modules() if not isinstance(each, nn.Linear))
         if any(not isinstance(vars(each).get("forward", None), (Mixture, type(None))) for each in others):
             return "somebody has overridden a module of it"
         try:
@@ -133,6 +134,8 @@ class DescribedModel(NativeModel):
         self.divided = getattr(config, "logits_scaling", None) or 1.0
         self.scaled = getattr(packing.model, "logit_scale", None) or 1.0
         self.cap = getattr(config, "final_logit_softcapping", None) or 0.0
+        if (self.divided, self.scaled, self.cap) != (1.0, 1.0, 0.0) and self.head not in heads_of(base):
+            raise Unfit(f"its logits are scaled or capped, and whether {self.head} does so is not known")
 
     # -- what Direct and drafts ask --------------------------------------------------------------------------------------
 

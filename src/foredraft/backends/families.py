@@ -154,3 +154,9 @@ def family_of(model: Any, base: Any) -> str | None:
     may have decoders of other families."""
     known = next((each for each, family in FAMILIES.items() if type(base).__name__ == each + family.model), None)
     return known if type(base).__module__.startswith("transformers.models.") and base is model.get_decoder() else None
+
+
+def heads_of(base: Any) -> tuple[str, ...]:
+    """The classes of models that are of the family of the decoder ``base`` themselves."""
+    name = next(each for each, family in FAMILIES.items() if type(base).__name__ == each + family.model)
+    return f"{name}ForCausalLM", f"{name}ForConditionalGeneration"

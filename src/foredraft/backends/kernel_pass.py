@@ -282,7 +282,7 @@ class Direct:
     @staticmethod
     def of(model: Any) -> Direct | None:
         """For ``model``, or None if it is no such model."""
-        if not type(model).__module__.startswith("transformers.models."):
+        if not passes_are_known(model):
             return None
         decoder = vars(model.get_decoder()).get("forward")
         if type(model).__name__ not in HEADS and type(model).__name__ != getattr(decoder, "head", None):
@@ -360,6 +360,11 @@ class Direct:
 def sublayers(skip: SkipSet, begin: int, end: int) -> bytes:
     """For each layer from ``begin`` up to ``end``, which of its sublayers are run, as ``layer.c`` has it."""
     return bytes(native.ATTENTION * (layer not in skip.attention) + native.MLP * (layer not in skip.mlp) for layer in range(begin, end))
+
+
+def passes_are_known(model: Any) -> bool:
+    """Whether the ``forward`` of ``model`` is one of transformers'."""
+    return type(model).forward.__module__.startswith("transformers.models.")
 
 
 def pointers(addresses: list[int]) -> Any:

@@ -19,7 +19,7 @@ from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.encoder_decoder import Source
-from foredraft.planning.curves import Curve, monotone
+from foredraft.planning.curves import FEW, Curve, monotone
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
@@ -32,6 +32,7 @@ REPEATS = 7
 SIZES = (1, 5, 12, 2, 13, 8, 3, 16, 24, 25, 32, 64)  # nodes per row, the root included, most important first; kernels take 12 together
 WIDTHS = (4, 12)  # nodes of a level of a draft, besides 1
 MISSED = 4  # tokens per row that a draft reads besides without much notice
+FADING_TREES = 0.99  # of what trees take longer is still believed a round without one later: they are tried again
 TOGETHER = 10  # tokens that are read together in the time of one level, until it was seen
 LEVEL, LOOK_UP = 2e-3, 2e-5  # seconds of a draft's level where a target's pass takes 10 ms: of a model, and of a mere look-up
 
@@ -44,6 +45,7 @@ class CostModel:
 
     Attributes:
         target: of a pass over so many nodes per row, the root included.
+        branching: per number of rows, how much longer the latest rounds took over trees that branch than over chains of their size.
         level: of one level of the draft, by the nodes it is drafted below.
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
@@ -64,6 +66,9 @@ class CostModel:
     def forget(self) -> None:
         """Nothing is known of passes and drafts."""
         self.target = Curve(lambda tokens: 1e-2 * (1 + 0.15 * (tokens - 1)))
+        self.branching: dict[int, list[float]] = {}
+        self._checked: dict[int, float] = {}  # what was known of that when all sizes were last compared
+        self._tree_drift = 0.0
         self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
         self.rest = Curve(lambda tokens: 1e-4)
         self._pace = 0.0  # the target's scale when a draft was last timed
@@ -83,10 +88,11 @@ class CostModel:
         """Of a whole pass over ``nodes`` per row, the longest row having ``context`` tokens."""
         return self.target.at(rows, nodes) + self.context * rows * max(0, context - PROMPT)
 
-    def verify(self, rows: int, sizes: Sequence[float], context: float) -> list[float]:
+    def verify(self, rows: int, sizes: Sequence[float], context: float, *, branching: bool = False) -> list[float]:
         """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
-        of its round."""
+        of its round; chains, or ``branching`` trees."""
         more = self.context * rows * max(0, context - PROMPT)
+        more += self._longer(rows) if branching else 0.0
         return [pass_ + rest + more for pass_, rest in zip(self.target.line(rows, sizes), self.rest.line(rows, sizes))]
 
     def draft_seconds(self, rows: int, widths: Sequence[int], behind: int = 0) -> float:
@@ -95,6 +101,24 @@ class CostModel:
             return 0.0
         level = dict(zip(sorted(set(widths)), self.level.line(rows, sorted(set(widths)))))
         return self._factor * (self._nearest(self.fixed, rows) + sum(level[width] for width in widths)) + self.catching_up(rows, behind)
+
+    @property
+    def drift(self) -> float:
+        """How far passes over chains, or over trees, have become slower or quicker, as a logarithm, since all sizes were last compared."""
+        return max(self.target.drift, self._tree_drift)
+
+    def recheck(self) -> None:
+        """From here on every size is learnt quickly again."""
+        self.target.recheck()
+        self._checked.clear()
+        self._tree_drift = 0.0
+
+    def _longer(self, rows: int) -> float:
+        """Seconds that a round over a tree takes more; the lower median, for what disturbs a round makes it longer."""
+        if not self.branching:
+            return 0.0
+        recent = self.branching[min(self.branching, key=lambda each: abs(each - rows))]
+        return sorted(recent)[(len(recent) - 1) // 2]
 
     def leave(self, layer: int) -> None:
         """Drafts leave the target at ``layer`` from now on; what a level costs beside such a pass is taken to be the same everywhere."""
@@ -120,14 +144,33 @@ class CostModel:
         return math.exp(self.target.scale - self._pace)
 
     def observe(
-        self, rows: int, nodes: float, context: int, target: float, rest: float, draft: float | None, widths: Sequence[int], behind: int
+        self,
+        rows: int,
+        nodes: float,
+        context: int,
+        target: float,
+        rest: float,
+        draft: float | None,
+        widths: Sequence[int],
+        behind: int,
+        *,
+        branching: bool = False,
     ) -> None:
-        """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart."""
+        """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart. What a
+        tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it."""
         more = self.context * rows * max(0, context - PROMPT)
-        self.target.observe(rows, nodes, max(target - more, 0.1 * target))
+        alone = max(target - more, 0.1 * target)
+        if branching:
+            chain = self.verify(rows, (nodes,), PROMPT)[0]
+            self.branching[rows] = [*self.branching.get(rows, [])[1 - FEW :], max(0.0, alone + rest - chain)]
+            longer = self._longer(rows)
+            self._tree_drift = abs(math.log((chain + longer) / (chain + self._checked.setdefault(rows, longer))))
+        else:
+            self.target.observe(rows, nodes, alone)
+            self.rest.observe(rows, nodes, rest)
+            self.branching = {count: [FADING_TREES * each for each in recent] for count, recent in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1
-        self.rest.observe(rows, nodes, rest)
         if draft is not None and widths:
             self._observe_draft(rows, draft, widths, behind)
 

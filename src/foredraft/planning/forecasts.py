@@ -274,7 +274,7 @@ class Forecaster:
         level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
         depth = min(self.levels, self.largest.depth)
         shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate / grown.surer), k=GROWN_K)
-        prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.verify[: shape.total + 1])
+        prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.trees[: shape.total + 1])
         shape = replace(shape, prices=prices)
         plan = search.Plan(shape, grown.tokens, grown.seconds * plain.seconds)
         if grown.rounds < GROWN_TRIES:
@@ -323,9 +323,11 @@ class Forecaster:
         return self._priced(len(rows), acceptance, max(len(row.ids) for row in rows), once=once)
 
     def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
-        available = acceptance.availability
+        available, sizes = acceptance.availability, self._scored(range(1, self.largest.nodes + 2))
+        verify, trees = (self.costs.verify(rows, sizes, context, branching=branching) for branching in (False, True))
         return search.Costs(
-            verify=self.costs.verify(rows, self._scored(range(1, self.largest.nodes + 2)), context),
+            verify=verify,
+            trees=[verify[0], *trees[1:]],
             draft=lambda levels: self.costs.draft_seconds(rows, levels),
             once=once,
             available=available,

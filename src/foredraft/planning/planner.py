@@ -40,7 +40,7 @@ LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that cha
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
-COLD = 0.03  # seconds that rounds with a draft may take too long before it counts: the first ones run code for the first time
+COLD, SLOW = 0.03, 1.5  # seconds that rounds which take so many times too long may take more before it counts: code runs for the first time
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 NOTHING = search.chain(0)
@@ -249,26 +249,31 @@ class AutomaticPlanner(Planner):
         levels = search.widths(done.shape.truncate(max(done.asked))) if drafting else ()
         behind, fresh = self.forecaster.catch_up(rows, done) if drafting else (0, 0)
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
-        if drafting and self._stalls(done, nodes, self.costs.draft_seconds(count, levels, behind)):
-            return
-        if self._looking and WRONG * (draft + target + done.rest) < self._believed(done, nodes, levels, behind):
-            self.costs.forget()
-            self._checks, self._looks, self._wrong = CHECKS, 0, True
-        excess = draft + target + done.rest - self._believed(done, nodes, levels, behind) if drafting else 0.0
-        cold = excess > 0 and self._cold > 0 and not self._looking
+        branching, spent = nodes > 1 and not done.shape.is_chain, draft + target + done.rest
+        if drafting:
+            expected = self.costs.verify(count, (nodes,), done.context, branching=branching)[0]
+            expected += self.costs.draft_seconds(count, levels, behind)
+            if self._stalls(spent, expected):
+                return
+            if self._looking and WRONG * spent < expected:
+                self.costs.forget()
+                self._checks, self._looks, self._wrong = CHECKS, 0, True
+        cold = drafting and self._cold > 0 and self.costs.target.known and spent > SLOW * expected and not self._looking
         if cold:
-            self._cold -= excess
-        if not done.split:  # the target's part is what is left of the sum
+            self._cold -= spent - expected
+        split = done.split and not (done.shared and branching)
+        if not split:  # the target's part is what is left of the sum
             draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
             target = done.draft + done.target - draft
-        if done.shared and drafting:  # what a whole pass takes is the pass; a draft costs what comes on top
+        elif done.shared and drafting:  # what a whole pass takes is the pass; a draft costs what comes on top
             target = min(self.costs.pass_seconds(count, nodes, done.context), 0.95 * (draft + target))
             draft = done.draft + done.target - target
-        known = drafting and done.split and not grown  # how many levels were grown is not
+        known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
-            self.costs.observe(count, nodes, done.context, target, done.rest, draft if known else None, levels, behind)
+            drafts = draft if known else None, levels, behind
+            self.costs.observe(count, nodes, done.context, target, done.rest, *drafts, branching=branching)
         self._check()
-        plain, verify = self.costs.verify(count, (1, nodes), done.context)
+        plain, verify = (self.costs.verify(count, (size,), done.context, branching=branching and size > 1)[0] for size in (1, nodes))
         if self.account is None:
             self.account = STAKE * plain
         if not drafting:
@@ -314,17 +319,11 @@ class AutomaticPlanner(Planner):
         self.forecaster.learn(rows, done, cost / plain, trying=False, expected_tokens=self._expected_tokens(done))
         return True
 
-    def _stalls(self, done: Round, nodes: float, draft: float) -> bool:
-        """Whether the machine stopped for a while in this round, as it does to collect garbage: a single such round would otherwise end all
-        drafting for hundreds. ``draft`` seconds were to be expected of its draft."""
-        expected = self.costs.verify(len(done.asked), (nodes,), done.context)[0] + draft
-        before, self._stalled = self._stalled, self.costs.target.known and done.draft + done.target + done.rest > STALL * expected
+    def _stalls(self, spent: float, expected: float) -> bool:
+        """Whether the machine stopped for a while in a round that drafted, as it does to collect garbage: a single such round would
+        otherwise end all drafting for hundreds."""
+        before, self._stalled = self._stalled, self.costs.target.known and spent > STALL * expected
         return self._stalled and not before
-
-    def _believed(self, done: Round, nodes: float, levels: Sequence[int], behind: int) -> float:
-        """Seconds that the costs say a round takes."""
-        count = len(done.asked)
-        return self.costs.verify(count, (nodes,), done.context)[0] + self.costs.draft_seconds(count, levels, behind)
 
     @property
     def _layer(self) -> int | None:
@@ -346,8 +345,8 @@ class AutomaticPlanner(Planner):
         """Where passes have become much slower or quicker, a few plain rounds show whether all of them have: while a shape is in use,
         its seconds alone say nothing of what zero drafting would take. So does one every now and then."""
         self._since_check += 1
-        if self.costs.target.drift > DRIFT and self._since_check >= BETWEEN_CHECKS:
-            self.costs.target.recheck()
+        if self.costs.drift > DRIFT and self._since_check >= BETWEEN_CHECKS:
+            self.costs.recheck()
             self._checks, self._since_check, self._next = CHECKS, 0, 0
         elif self._since_check >= EVERY:
             self._checks, self._since_check = 1, 0

@@ -39,12 +39,13 @@ class Costs:
     """What one number of rows pays, and how often it gets a draft for it.
 
     Attributes:
-        verify: ``verify[n - 1]`` seconds of a round outside the draft, over n nodes per row, the root included.
+        verify: ``verify[n - 1]`` seconds of a round outside the draft, over a chain of n nodes per row, the root included.
         draft: seconds of a draft by the widths of its levels.
         once: seconds added to a round that drafts, such as reading what was missed, spread over the rounds that follow.
         available: how often a row gets a draft when asked.
         any_row: how often any row does; otherwise the target's pass has one node.
         own: rows pay for their own nodes, so that one without a draft is as cheap as one that was not asked for.
+        trees: as ``verify``, over trees that branch; those of chains where nothing else is known.
     """
 
     verify: Sequence[float]
@@ -53,6 +54,7 @@ class Costs:
     available: float = 1.0
     any_row: float = 1.0
     own: bool = False
+    trees: Sequence[float] = ()
 
     def times(self, factor: float) -> Costs:
         """These with drafts that take so many times as long."""
@@ -117,7 +119,8 @@ def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: 
         below = int(size)
         verify = costs.verify[below] + (size - below) * (costs.verify[min(below + 1, nodes)] - costs.verify[below])
     else:
-        verify = costs.any_row * costs.verify[nodes] + (1 - costs.any_row) * costs.verify[0]
+        whole = costs.verify if len(levels) == nodes or not costs.trees else costs.trees
+        verify = costs.any_row * whole[nodes] + (1 - costs.any_row) * costs.verify[0]
     return Plan(shape, 1 + costs.available * accepted, verify + costs.draft(levels) + costs.once)
 
 

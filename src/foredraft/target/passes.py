@@ -52,9 +52,8 @@ class Passes:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Why other ways to make passes are not in use: ``packed``, ``fused``, ``graphs``, ``flex``,
-        ``pages`` or ``paged_attention``, and the reason; ``fused`` also says why there are no native kernels. And why there is no
-        ``batch_invariant``, once that was asked."""
+        """Why other ways to make passes are not in use: ``packed``, ``fused`` for the kernels, ``graphs``, ``flex``,
+        ``pages`` or ``paged_attention``, and the reason. And why there is no ``batch_invariant``, once that was asked."""
         return MappingProxyType(self.backend.reasons)
 
     @property
