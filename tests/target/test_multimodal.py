@@ -3,6 +3,8 @@ in transformers."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers import PAD, padded, repetitive
@@ -15,6 +17,10 @@ from transformers import (
     Gemma4TextConfig,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PixtralVisionConfig,
@@ -23,6 +29,7 @@ from transformers import (
 
 from foredraft import ConfigurationError, Speculator
 from foredraft.loading import load_model
+from foredraft.target import Target
 
 ROWS = repetitive((23, 9, 15))
 NEW = 12
@@ -104,6 +111,42 @@ def test_its_decoder_runs_on_the_kernels(name, tmp_path):
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
     wanted = [model.generate(torch.tensor([row]), **options)[0, len(row) :].tolist() for row in ROWS]
     assert [line[max(map(len, ROWS)) :].tolist() for line in speculator.generate(**padded(ROWS), **options).sequences] == wanted
+
+
+def llava(**text):
+    config = LlavaConfig(text_config={**TEXT, **text}, vision_config=SiglipVisionConfig(**SIGLIP), image_token_index=99)
+    return made(LlavaForConditionalGeneration, config)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("text", "execution", "why"),
+    [
+        ({"model_type": "llama"}, "native", None),
+        ({"model_type": "granite", "logits_scaling": 4.0}, "packed", "whether LlavaForConditionalGeneration does so is not known"),
+    ],
+    ids=["llama", "granite"],
+)
+def test_another_head_is_not_taken_to_scale_logits(text, execution, why, tmp_path):
+    llava(**text).save_pretrained(tmp_path)
+    target = Speculator(str(tmp_path), "none", dtype="float32").target
+    assert target.execution == execution and (why is None or why in target.reasons["fused"])
+
+
+@needs_kernels
+def test_a_forward_of_somebodys_own_is_not_passed_over():
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, logits_to_keep=0, **named):
+            names = {"position_ids": position_ids, "past_key_values": past_key_values, "logits_to_keep": logits_to_keep}
+            return super().forward(input_ids, attention_mask, **names, **named)
+
+    target = Target(made(Own, LlamaConfig(**TEXT)), execution="native", owned=True)
+    assert target.execution == "packed" and target.reasons["fused"] == "Own has a forward of its own"
+    model = made(LlamaForCausalLM, LlamaConfig(**TEXT))
+    assert Target(copy.deepcopy(model), execution="native", owned=True).execution == "native"
+    model.model.layers[1].forward = model.model.layers[1].forward  # it may do something later
+    target = Target(model, execution="native", owned=True)
+    assert target.execution == "packed" and target.reasons["fused"] == "somebody has overridden a module of it"
 
 
 def test_granite_without_a_recurrent_layer_takes_trees():
