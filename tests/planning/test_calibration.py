@@ -198,7 +198,8 @@ def test_a_head_among_several_drafts_as_deep_as_it_can():
     expected = [alone(tiny(), row, max_new_tokens=20) for row in rows]
     for shape in ("auto", "chain(10)", "product(3,2,1)"):
         out = Speculator(tiny(), drafter, shape=shape).generate(**padded(rows), max_new_tokens=20, pad_token_id=0)
-        assert [row[-20:] for row in out.sequences.tolist()] == expected and out.stats.accepted > 0
+        assert [row[-20:] for row in out.sequences.tolist()] == expected
+        assert out.stats.accepted > 0 or shape == "auto"  # what pays depends on the clock
 
 
 def test_a_chain_as_the_calibrated_tree(calibrated):
