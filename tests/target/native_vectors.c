@@ -240,7 +240,7 @@ static void models(void) {
     for (int i = 0; i < 3; i++) keys[i] = room(HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD * sizeof(value)), v[i] = room(HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD * sizeof(value));
     for (int t = 0; t < T; t++) slots[t] = t;
     const Pass p = {.threads = THREADS, .rows = 1, .tokens = T, .nodes = T, .width = WIDTH, .head_stride = WIDTH * SIZE_OF_HEAD,
-                    .row_stride = HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD, .own_angles = 1, .cos = values(T * SIZE_OF_HEAD, -1.0f, 1.0f),
+                    .row_stride = HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD, .cos = values(T * SIZE_OF_HEAD, -1.0f, 1.0f),
                     .sin = values(T * SIZE_OF_HEAD, -1.0f, 1.0f), .begins = begins, .row_of = row_of, .slots = slots, .states = room(T * H * sizeof(value)),
                     .projected = room(T * COLUMNS * sizeof(value)), .attended = room(T * ALL * SIZE_OF_HEAD * sizeof(value)),
                     .wide = room(T * 2 * INNER * sizeof(value)), .thin = room(T * INNER * sizeof(value)), .experts = room(experts_room(&e, T, H, THREADS)),

@@ -105,7 +105,7 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride")]
-        + [(name, ctypes.c_int64) for name in ("table_stride", "page_stride", "spare", "own_angles")]
+        + [(name, ctypes.c_int64) for name in ("table_stride", "page_stride", "spare")]
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values", "cross_head_strides")]
         + [(name, ctypes.c_void_p) for name in ("table", "kinds", "places", "experts", "segments")]

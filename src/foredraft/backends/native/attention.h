@@ -119,9 +119,8 @@ typedef struct {
     int64_t row_stride, head_stride;       /* of the cache, in values */
     int64_t table_stride, page_stride;     /* a cache in pages of KEYS slots: from row to row of its page table, and from page to page */
     int64_t spare;                         /* the page that stands for those that rows lack; filler goes there, and is not written */
-    int64_t own_angles;                    /* cos and sin are [tokens, size]; 0: [nodes, size], rows share them */
     int64_t mask_row_stride, mask_stride;  /* from row to row, from node to node */
-    const value *cos, *sin;
+    const value *cos, *sin;                /* [tokens, size] */
     const int32_t *begins, *row_of;        /* [rows + 1] first token of each row; [tokens] row of each */
     const int32_t *slots;                  /* [tokens] cache slot of each */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
@@ -476,10 +475,9 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
             if (norm.weight && !l->head_norms) normed(x, norm, behind, size, l->head_eps), x = behind;
             if (k && k->cos)
                 turned_by(x, k->cos + p->places[t] * l->rotary, k->sin + p->places[t] * l->rotary, y, l->rotary, size, l->rotation);
-            else if (p->cos) {
-                const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
-                rotated(x, p->cos + angle, p->sin + angle, y, size);
-            } else
+            else if (p->cos)
+                rotated(x, p->cos + (size_t)t * size, p->sin + (size_t)t * size, y, size);
+            else
                 copied(x, y, size);
             for (int j = 0; k && k->factor && head < queries && j < size; j += 16) store(y + j, f32_mul(load(y + j), f32_of(k->factor[p->places[t]])));
             if (norm.weight && l->head_norms == BEHIND) normed(y, norm, y, size, l->head_eps);

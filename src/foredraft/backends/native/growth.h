@@ -370,7 +370,7 @@ INLINE int64_t named(const Growth *g, int at) { return g->eagle && g->eagle->ids
 static void read_text(const Growth *g, Pass *p, const int64_t *text) {
     int64_t positions[LINE];
     if (g->medusa) g->medusa->level = 0;
-    p->rows = 1, p->own_angles = 1, p->mask_row_stride = 0, p->mask_stride = g->stride;
+    p->rows = 1, p->mask_row_stride = 0, p->mask_stride = g->stride;
     p->slots = g->slots, p->begins = g->begins, p->width = g->start + g->missed;
     for (int t = 0; t < g->missed; t++) positions[t] = g->slots[t] = g->start + t;
     read_tokens(g, p, text, positions, 0, g->missed, 1, 0, 0);

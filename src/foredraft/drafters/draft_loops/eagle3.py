@@ -97,7 +97,7 @@ class Eagle3Step:
         firsts = torch.arange(rows + 1, dtype=torch.int32) * count
         row_of = torch.arange(rows, dtype=torch.int32).repeat_interleave(count)
         slots = (torch.tensor(window.starts, dtype=torch.int32)[:, None] + torch.arange(count, dtype=torch.int32)).contiguous()
-        about.threads, about.rows, about.tokens, about.nodes, about.own_angles = torch.get_num_threads(), rows, rows * count, count, 1
+        about.threads, about.rows, about.tokens, about.nodes = torch.get_num_threads(), rows, rows * count, count
         about.width = window.width
         cache.place(about)
         if mask is not None:
