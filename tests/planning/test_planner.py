@@ -260,6 +260,19 @@ def test_a_draft_costs_its_levels_and_what_was_missed():
     assert costs.draft_seconds(1, (1, 1, 1)) == pytest.approx(7, rel=0.02)
 
 
+def test_what_trees_took_longer_is_forgotten_in_time():
+    """Else a tree that was slow in a busy minute would never be tried again."""
+    costs = CostModel()
+    for size, seconds in ((1, 1e-3), (8, 1.1e-3)):
+        costs.target.measured(1, size, seconds)
+    costs.observe(1, 8, 16, 3e-3, 1e-4, None, (), 0, branching=True)
+    chain, tree = (costs.verify(1, (8,), 16, branching=branching)[0] for branching in (False, True))
+    assert tree == pytest.approx(3.1e-3) and chain == pytest.approx(1.2e-3)
+    for _ in range(300):
+        costs.observe(1, 1, 16, 1e-3, 1e-4, None, (), 0)
+    assert costs.verify(1, (8,), 16, branching=True)[0] < 1.1 * costs.verify(1, (8,), 16)[0]
+
+
 def test_drafts_slow_down_with_the_machine_until_they_are_timed_again():
     costs = CostModel()
     costs.target.measured(1, 1, 1.0)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import numpy as np
@@ -115,10 +115,7 @@ class CostModel:
 
     def _longer(self, rows: int) -> float:
         """Seconds that a round over a tree takes more; the lower median, for what disturbs a round makes it longer."""
-        if not self.branching:
-            return 0.0
-        recent = self.branching[min(self.branching, key=lambda each: abs(each - rows))]
-        return sorted(recent)[(len(recent) - 1) // 2]
+        return self._nearest({count: median_low(recent) for count, recent in self.branching.items()}, rows)
 
     def leave(self, layer: int) -> None:
         """Drafts leave the target at ``layer`` from now on; what a level costs beside such a pass is taken to be the same everywhere."""

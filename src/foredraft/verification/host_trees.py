@@ -121,9 +121,30 @@ def visits(parents: Parents) -> tuple[Visit, ...]:
     return tuple(found[1:])
 
 
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """The children of every node, in draw order.
+
+    Attributes:
+        children: ``[R or 1, N, K]`` int64 node numbers, -1 where there are fewer than K.
+        widths: for each depth, the most children that a node there has.
+    """
+
+    children: Tensor
+    widths: tuple[int, ...]
+
+
+def trials(tree: TokenTree) -> Trials:
+    """What is tried from each node on."""
+    return _trials_of(tuple(all_parents(tree)), tree.tokens.device)
+
+
 @lru_cache(maxsize=256)
-def widths(rows: tuple[Parents, ...]) -> tuple[int, ...]:
-    """For each depth, the most children that a node there has, in trees with the parents ``rows``."""
+def _trials_of(rows: tuple[Parents, ...], device: torch.device) -> Trials:
     below = [list(zip(children_of(parents), depths_of(parents))) for parents in rows]
+    most = max(1, *(len(children) for row in below for children, _ in row))
+    table = [[[*children, *[-1] * (most - len(children))] for children, _ in row] for row in below]
     height = max(depth for row in below for _, depth in row)
-    return tuple(max(len(children) for row in below for children, depth in row if depth == level) for level in range(height))
+    widths = [max(len(children) for row in below for children, depth in row if depth == level) for level in range(height)]
+    with torch.inference_mode(False):
+        return Trials(torch.tensor(table, device=device), tuple(widths))

@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
-from foredraft.verification.host_trees import all_parents, widths
+from foredraft.verification.host_trees import trials
 from foredraft.verification.ratios import ComparesWithQ, Remainder, any_row, at_node
 
 
@@ -29,12 +29,12 @@ class MultiCandidate(ComparesWithQ):
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         at = torch.zeros_like(tree.tokens[:, 0])  # [R] node reached
-        path, weights, index = [at], p[:, 0], torch.arange(tree.nodes, device=p.device)
+        path, weights, plan = [at], p[:, 0], trials(tree)
+        children = plan.children.expand(tree.rows, -1, -1)
         alive = torch.ones_like(at, dtype=torch.bool)
         accepted = at
-        for width in widths(tuple(all_parents(tree))):
-            below = torch.where(tree.parents == at[:, None], index, tree.nodes).sort(1).values[:, :width]  # [R, width]
-            below = torch.where(below < tree.nodes, below, -1)
+        for width in plan.widths:
+            below = children.gather(1, at[:, None, None].expand(-1, 1, children.shape[2]))[:, 0, :width]  # [R, width]
             left = Remainder.of(at_node(p, at), at_node(q, at), tree.proposal)
             won = try_children(tree, below, alive, left, noise)
             weights = torch.where(alive[:, None], left.p, weights)
