@@ -51,6 +51,7 @@ NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
 MIXTURES = ("tests/target/test_native_experts.py",)
 COSTS = ("tests/planning/test_planner.py",)
+ROUNDS = ("tests/planning/test_rounds.py",)
 GROUPS = ("tests/target/test_groups.py",)
 GROUPED_EXPERTS = ("tests/target/test_grouped_experts.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
@@ -452,6 +453,8 @@ FAULTS = [
     Fault("experts.py", "self.router.matrix.values if known.float32 else None", "None", MIXTURES),
     Fault("products.py", "for held in (layer._parameters, layer._buffers):", "for held in (layer._parameters,):", MIXTURES),
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
+    Fault("planner.py", "done.rest, *drafts, branching=branching)", "done.rest, *drafts)", ROUNDS),
+    Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
     Fault("layer.c", "if (!(parts & MLP)) return;", "", DRAFT_VERIFY),
