@@ -9,13 +9,16 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from recipes.t5 import __main__ as t5
 from recipes.t5 import evaluation, fit, pairs, recipe, tokenization
 from recipes.t5.pairs import Pair
 from recipes.zoo.corpus import SourceFile
 from recipes.zoo.fit import Schedule
 
 STATEMENTS = [f"name_{a} = call_{b}({a}, key={b!r})" for a in range(20) for b in range(20)]
+MADE = {task: [*(f"train {task} {size}" for size in ("target", "3m", "1m")), f"evaluate {task}"] for task in ("ast", "doc")}
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +131,19 @@ def test_exact_match_is_of_greedy_texts(encoded, monkeypatch):
 
     score = evaluation.score_model(Says(), encoded, [0, 1, 2, 3])
     assert score.exact_match == 0.75 and score.nats_per_token == pytest.approx(np.log(recipe.VOCABULARY))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], ["pairs ast", *MADE["ast"], "pairs doc", *MADE["doc"], "package"]),
+        (["--task", "ast"], ["pairs ast", *MADE["ast"], "package"]),
+        (["--task", "doc"], ["pairs ast", "pairs doc", *MADE["doc"]]),
+    ],
+)
+def test_all_makes_the_target_and_both_drafts_of_each_task(flags, expected, monkeypatch, tmp_path):
+    done = []
+    for step in ("pairs", "train", "evaluate", "package"):
+        monkeypatch.setattr(t5, step, lambda out, *what, step=step: done.append(" ".join([step, *(each.value for each in what)])))
+    assert CliRunner().invoke(t5.app, ["all", "--out", str(tmp_path), *flags]).exit_code == 0
+    assert done == expected
