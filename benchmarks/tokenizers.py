@@ -29,6 +29,7 @@ from foredraft.training.prompts import windows
 
 SAME, INTERSECTION, TEXT, TRANSFORMERS, PLAIN = "same tokenizer", "intersection", "text", "transformers", "plain"
 OURS = (INTERSECTION, TEXT)
+FEWER = {INTERSECTION: 2, TEXT: 1}  # tokens of a chain than passes of the draft: where it looks ahead, and the last token of a text
 SHIPPED = "transformers, vocabularies in its order"
 PROMPT = 64  # tokens
 LOST = (
@@ -106,7 +107,7 @@ class Tokenizers(Suite[Settings]):
         settings = self.settings
         sides = {PLAIN: self._ours(timed, "none"), SAME: self._ours(timed, DraftModel(settings.draft))}
         for name in OURS:
-            sides[name] = self._ours(timed, DraftModel(settings.foreign, vocabulary=name), text=name == TEXT)
+            sides[name] = self._ours(timed, DraftModel(settings.foreign, vocabulary=name), fewer=FEWER[name])
         sides[TRANSFORMERS] = self._theirs(timed, ordered=True)
         judge = None if timed else self._load(timed, settings.counting)
         for temperature in settings.temperature:
@@ -155,10 +156,9 @@ class Tokenizers(Suite[Settings]):
     def _load(self, timed: bool, name: str) -> Any:
         return load_model(name, **self._how(timed))
 
-    def _ours(self, timed: bool, drafter: Any, *, text: bool = False) -> Side:
-        """A draft by text makes one pass more than its length."""
+    def _ours(self, timed: bool, drafter: Any, *, fewer: int = 0) -> Side:
         settings = self.settings
-        shape = None if drafter == "none" else f"chain({settings.length - text})"
+        shape = None if drafter == "none" else f"chain({max(1, settings.length - fewer)})"
         name = settings.target if timed else settings.counting
         speculator = Speculator(name, drafter, shape=shape, reuse_prefix=False, **self._how(timed))
         seen = None if drafter == "none" else speculator.drafter.facts().get("vocabulary")

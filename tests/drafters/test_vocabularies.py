@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +20,7 @@ from foredraft import ConfigurationError, DrafterError, Speculator
 from foredraft.auditing.statistical import draft_of
 from foredraft.drafters.draft_model import BACK, DraftModel
 from foredraft.drafters.several import Several
+from foredraft.drafters.spelling import LIKELY, Branch, Spelling, Writer
 from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
@@ -135,7 +138,7 @@ def test_drafted_tokens_are_those_of_the_intersection_with_the_draft_renormalise
 
         return watched
 
-    law("rejection", "iid", "chain(1)", 3, verify=watching)
+    law("multi-candidate", "iid", "product(2)", 3, verify=watching)
     q = Q([1, 1, 0])  # the draft reads a, a, b
     a, b = float(q[1] + q[2]), float(q[0])  # two tokens of the draft are the target's a
     assert max(int(tokens[:, 1:].max()) for _, tokens in seen) == 1
@@ -152,7 +155,7 @@ def test_a_q_that_is_not_renormalised_is_found(monkeypatch):
 
     monkeypatch.setattr(Sampler, "distribution", leaking)
     with pytest.raises(DrafterError, match=r"q sums to 0\.8"):
-        law("rejection", "iid", "chain(2)")
+        law("multi-candidate", "iid", "product(2)")
 
 
 def test_target_mass_outside_the_intersection_that_is_lost_is_found():
@@ -173,7 +176,7 @@ def test_an_intersection_of_nothing_has_no_token_left():
     assert nothing.mass(torch.randn(2, 4)) == 0
     for rule, proposal, shape in (("rejection", "iid", "chain(2)"), ("match", "keyed", "chain(2)"), ("traversal", "iid", "product(2)")):
         drafter = crossing(proposal)
-        drafter.foreign.intersection, drafter.foreign.inside = nothing, torch.zeros(3, dtype=torch.bool)
+        drafter.foreign.intersection = nothing
         assert law(rule, proposal, shape, 2, drafter=drafter) < 1e-9
         assert drafter.foreign.readings == {}
 
@@ -184,6 +187,97 @@ def test_several_tokens_of_one_meaning_add_up():
     q = logits.exp()
     expected = torch.stack([q[:, 1], torch.zeros(5), q[:, [0, 2, 5]].sum(1), torch.zeros(5)], 1)
     assert torch.allclose(found, expected)
+
+
+# -- what the draft writes in other tokens than the target ------------------------------------------------------------------
+
+
+def test_below_its_likeliest_token_the_draft_looks_ahead(monkeypatch):
+    """q against a sum over the ways to write a token: the target has one for what the draft writes as a and b."""
+    seen, taken = [], Spelling.after
+
+    def after(self, path):
+        logits = taken(self, path)
+        if len(path) == 1:
+            seen.extend((tuple(row.ids), each.softmax(-1)) for row, each in zip(self._rows, logits))
+        return logits
+
+    monkeypatch.setattr(Spelling, "after", after)
+    law("rejection", "iid", "chain(1)", 4)
+    looked = 0
+    for text, q in seen:
+        said = Q(list(text))
+        likeliest = int(said.argmax())
+        expected = torch.tensor([said[1] + said[2], said[0], 0.0], dtype=q.dtype)
+        if likeliest in (1, 2) and said[likeliest] >= LIKELY:
+            looked += 1
+            both = said[likeliest] * Q([*text, likeliest])[0]
+            expected += torch.tensor([-both, 0.0, both], dtype=q.dtype)
+        assert torch.allclose(q, expected / expected.sum(), atol=1e-6), text
+    assert 0 < looked < len(seen)
+
+
+def test_every_token_of_a_chain_follows_what_the_draft_has_read(monkeypatch):
+    """Of every row of a ragged batch: its cache, with tokens that it looked at in vain, against the model without one."""
+    draft, fed, counts = model("unigram", 1), Spelling._feed, Counter()
+
+    def watched(self, tokens):
+        found = fed(self, tokens)
+        for writer, logits in found:
+            row, token = writer._reading, tokens[self._writers.index(writer)]
+            whole = [*row.ids[: len(row.ids) - writer.back], *writer.fed, token]
+            with torch.no_grad():
+                assert torch.allclose(logits, draft(torch.tensor([whole])).logits[0, -1].log_softmax(-1), atol=1e-4)
+            counts["looked" if writer.next is None else "read"] += 1
+            counts["within a token"] += writer.back > 0
+            counts["ahead of the text"] += bool(writer._here.said)
+        return found
+
+    monkeypatch.setattr(Spelling, "_feed", watched)
+    monkeypatch.setattr("foredraft.drafters.spelling.LIKELY", 0.05)
+    rows = [ids("byte-level", text) for text in (PROMPT, "import os, sys", PROMPT[:20])]
+    for options in ({}, {"do_sample": True, "seed": [1, 2, 3]}):
+        generate(speculator(shape="chain(4)"), rows, max_new_tokens=NEW, **options)
+    assert all(counts[each] for each in ("looked", "read", "within a token", "ahead of the text")), counts
+
+
+def test_a_draft_ahead_of_the_text_goes_on_with_what_it_has_written():
+    """Whatever it says next, the target's tokens spell that first."""
+    both = words("byte-level", "unigram")
+    foreign = Foreign(both, len(tokenizer("byte-level")), torch.device("cpu"), torch.device("cpu"))
+    reading = Reading(both, Row(ids("byte-level", "x = ")))
+    scores = torch.randn(1, len(tokenizer("unigram")), generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    writer = Writer(foreign, reading, scores, math.inf)
+    writer._here = Branch(b"width", scores[0])
+    spelt = b""
+    while writer._here is not None and writer._here.said:
+        q = writer.offered()
+        token = int(q.argmax())
+        spelt += both.target.bytes[token]
+        writer.take(token)
+        if writer.next is not None:
+            break
+    assert spelt.startswith(b"width") and writer.fed == []
+    assert spelt == b"width" if writer.next is None else len(spelt) > 5
+
+
+def test_what_would_make_another_token_of_the_drafted_one_does_not_follow_it():
+    words_of = Vocabularies(Words(letters("target")), Words(letters("draft")), 3, 4)
+    branch = Branch(b"a", torch.tensor([0.4, 0.3, 0.2, 0.1]).log())
+    branch.find(Foreign(words_of, 3, torch.device("cpu"), torch.device("cpu")))
+    assert branch.only(0).exp().tolist() == pytest.approx([0.0, 0.3, 0.2, 0.1])  # with b it would be ab
+    assert branch.only(2).exp().tolist() == pytest.approx([0.4, 0.0, 0.0, 0.0])
+
+
+def test_a_token_that_the_draft_does_not_say_ends_its_chain():
+    both = words("byte-level", "unigram")
+    foreign = Foreign(both, len(tokenizer("byte-level")), torch.device("cpu"), torch.device("cpu"))
+    scores = torch.full((1, len(tokenizer("unigram"))), -math.inf)
+    scores[0, tokenizer("unigram").convert_tokens_to_ids(",")] = 0.0
+    writer = Writer(foreign, Reading(both, Row(ids("byte-level", "x"))), scores, math.inf)
+    assert writer.offered().isfinite().sum() == 1
+    writer.take(ids("byte-level", ")")[0])  # a processor asked for it
+    assert writer.next is None and writer.ahead() is None and not writer.offered().isfinite().any()
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------------
@@ -270,12 +364,12 @@ def test_nothing_is_drafted_where_the_draft_cannot_say_what_the_text_ends_in():
 
 
 def test_a_processor_that_leaves_nothing_of_the_intersection_ends_the_draft():
-    known = set(words("byte-level", "wordpiece").target_of.values())
-    foreign_only = [each for each in range(2, len(tokenizer("byte-level"))) if each not in known]
+    turn = tokenizer("byte-level").convert_tokens_to_ids("<|im_end|>")
+    assert turn not in words("byte-level", "wordpiece").target_of.values()
     prompt = ids("byte-level")
 
     def allowed(row: int, text: torch.Tensor) -> list[int]:
-        return foreign_only if len(text) % 2 else list(range(2, len(tokenizer("byte-level"))))
+        return [turn] if len(text) % 2 else list(range(2, len(tokenizer("byte-level"))))
 
     options = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": NEW}
     for sampled in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "seed": 4}):
@@ -418,6 +512,8 @@ def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece()
         ({"a": 0.5, "abc": 0.2}, {"b": 0.5, "bq": 0.1}, ("abc", 2)),  # 0.2; 0.8
         ({"a": 0.5, "abc": 0.1}, {"b": 0.4, "bq": 0.3}, ("bq", 1)),  # 0.75; 0.5
         ({"a": 0.5, "abc": 0.16}, {"b": 0.4, "bq": 0.3}, ("abc", 2)),  # 0.75; 0.8
+        ({"a": 0.5, "abc": 0.1}, {"b": 0.3, "bq": 0.4}, ("bq", 1)),  # 1.33; 0.67
+        ({"a": 0.5, "abc": 0.3}, {"b": 0.4, "bq": 0.45}, ("abc", 2)),  # 1.125; 1.5
     ],
 )
 def test_of_all_pieces_that_the_text_may_end_in_the_likeliest_is_written(after_x, after_a, expected):
@@ -432,6 +528,11 @@ def test_of_all_pieces_that_the_text_may_end_in_the_likeliest_is_written(after_x
     scores = torch.cat([scores, 1 - scores.sum(1, keepdim=True).clamp(max=1)], 1)  # and something else
     token, back = foreign.first(reading, scores.log())
     assert (pieces[token], back) == expected
+    covered, begun, said = foreign.covering(reading, scores.log())
+    below_b, below_a = after_a.get("bq", 0.0) / after_a["b"], after_x["abc"] / (after_x["a"] * after_a["b"])
+    whole = max((1.0, 0, ""), (below_b, 1, "bq"), (below_a, 2, "abc"))
+    assert (covered, begun) == (whole[1], whole[1]), "against all that may follow what is read"
+    assert not covered or said.exp().tolist() == pytest.approx([float(piece == whole[2]) for piece in (*pieces, "")])
 
 
 def test_what_is_written_is_what_the_draft_says_after_what_it_reads(monkeypatch):

@@ -70,7 +70,7 @@ class DraftRequest:
         vocab_size: of the target; every token must lie below it.
         device: where the tree must be.
         sampler: turns logits into choices; use :meth:`choose`.
-        known: ``[V]`` bool: the tokens that the draft knows; None for all. Where a row's processors leave none of them, nothing is drafted.
+        partial: the draft's logits are -inf at tokens that it cannot draft. Where a row's processors leave only these, nothing is drafted.
         thresholds: per row, how likely a drafted token must be by the draft's raw softmax for the draft to go on below it; None for no
             such limit. Set by :class:`~foredraft.drafters.stopping.Stopping`.
     """
@@ -85,7 +85,7 @@ class DraftRequest:
     device: torch.device
     sampler: Sampler
     thresholds: Sequence[float] | None = None
-    known: Tensor | None = None
+    partial: bool = False
 
     def roots(self) -> Tensor:
         """``[R]`` last committed tokens."""

@@ -27,6 +27,7 @@ from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.learning.serving import LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, WRITTEN, offered
+from foredraft.drafters.spelling import Spelling
 from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign, Reading, foreign
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
@@ -296,20 +297,24 @@ class DraftModel(LearningDrafter):
             return TokenTree.root(request.roots())
         self._keep_to_budget()
         opened, chain = self._open(request.rows, own), request.shape.is_chain
-        inside = None if self.foreign is None else self.foreign.inside
-        request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
+        request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, partial=self.foreign is not None)
         if self.foreign is not None and self.foreign.by == "text":
             return self._write(request, own, self.foreign, opened=opened)
         self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
         by_level = self._grown is None
         if self._grown is None and chain:
-            return self._chain(request, own)
+            return self._chain(request, own, opened=opened)
         self._grown = self._grown or grow(request, self._expand(own))
         self.expected_accepted = self._grown.expected
         return self._grown.tree.truncate(limits) if by_level else self._grown.tree
 
-    def _chain(self, request: DraftRequest, own: Sequence[Row]) -> TokenTree:
+    def _chain(self, request: DraftRequest, own: Sequence[Row], *, opened: bool) -> TokenTree:
         self._begun = [len(row.ids) - 1 for row in own]
+        if self.foreign is not None and not self.model.chains_only:
+            spelling = Spelling(self.foreign, self.model, own, self._ends(own, request.roots(), opened=opened))
+            tree = one_by_one(request, spelling.after)
+            spelling.end()
+            return tree
 
         def after(path: list[Tensor]) -> Tensor:
             return self._said(self._feed(self._known(path[-1])) if len(path) > 1 else self._after(own, path[0]))
@@ -319,27 +324,28 @@ class DraftModel(LearningDrafter):
     def _write(self, request: DraftRequest, own: Sequence[Row], foreign: Foreign, *, opened: bool) -> TokenTree:
         """A chain of what the draft writes greedily, in the target's tokens."""
         self._begun = [len(row.ids) - 1 for row in own]
-        token, backs = self._first(own, request.roots(), foreign, opened=opened)
-        steps = [token]
+        ends = self._ends(own, request.roots(), opened=opened)
+        found = [foreign.first(row, each) for row, each in zip(own, ends)]
+        backs = [back for _, back in found]
+        self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])
+        steps = [to_device([token for token, _ in found], request.device)]
         for _ in range(request.depth):  # one token more, for the last one seldom stands
             steps.append(self._feed(steps[-1]).argmax(-1))
         return request.chains(foreign.written(request.rows, torch.stack(steps, 1).tolist(), backs))
 
-    def _first(self, own: Sequence[Row], roots: Tensor, foreign: Foreign, *, opened: bool) -> tuple[Tensor, list[int]]:
-        """``[R]`` the first token that is written in each row, and in place of how many that were read."""
+    def _ends(self, own: Sequence[Row], roots: Tensor, *, opened: bool) -> Sequence[Tensor]:
+        """Per row ``[n, V]`` logits at the last tokens of its text, in this model's tokens: :data:`BACK` + 1 or more of them where one pass
+        reads few others, else the last one."""
         begins = [min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)]
         width = max(len(row.ids) - begin for row, begin in zip(own, begins))
         if width > FEW or self.model.chains_only or opened:
-            return self._after(own, roots).argmax(-1), [0] * len(own)
+            return list(self._after(own, roots)[:, None])
         self.model.rewind(begins)
         fresh = [row.ids[begin:] for row, begin in zip(own, begins)]
         tokens = to_device([[*ids, *[0] * (width - len(ids))] for ids in fresh], self.model.device)
         logits = self.model.score(TokenTree.from_chain(tokens))
         self.model.commit(None, [len(ids) for ids in fresh])
-        found = [foreign.first(row, each[: len(ids)]) for row, each, ids in zip(own, logits, fresh)]
-        backs = [back for _, back in found]
-        self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])
-        return to_device([token for token, _ in found], roots.device), backs
+        return [each[: len(ids)] for each, ids in zip(logits, fresh)]
 
     def _own(self, rows: Sequence[Row]) -> Sequence[Row]:
         """``rows`` in this model's tokens, its cache cut back to where these are still the same."""
@@ -390,9 +396,9 @@ class DraftModel(LearningDrafter):
         if self._grown is not None:
             self._commit(self._grown, feedback)
         if self.foreign is not None:
+            if self._grown is not None or (self._begun and self.model.chains_only and self.foreign.by != "text"):
+                self.foreign.drafted(rows, feedback)
             if self._grown is not None or self._begun:
-                if self.foreign.by != "text":
-                    self.foreign.drafted(rows, feedback)
                 self._own(rows)
             self._grown, self._begun = None, []
             return

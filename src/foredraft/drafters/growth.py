@@ -67,7 +67,7 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
     lengths = list(request.limits)
     for depth in range(1, request.depth + 1):
         logits = fit_vocabulary(logits_after(path).to(request.device), request.vocab_size)
-        scores, some = filled(request, request.sampler.scores_below(logits, path[1:], lengths))
+        scores, some = filled(request, logits, request.sampler.scores_below(logits, path[1:], lengths))
         if some is not None:
             lengths = [length if left else min(length, depth - 1) for length, left in zip(lengths, some.tolist())]
             if max(lengths) < depth:
@@ -98,7 +98,7 @@ def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand
         if on is not None and not bool(on.any()):
             break
         logits, scores = scored(request, expand, tree, level.above)
-        scores, some = filled(request, scores)
+        scores, some = filled(request, logits, scores)
         tokens, possible, q = children(request, scores, level, depth)
         if some is not None:
             left = some[:, places(level, tokens.device)[0]]
@@ -127,12 +127,12 @@ def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -
     return logits, request.sampler.scores(logits, tree, first)
 
 
-def filled(request: DraftRequest, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Processed ``scores`` ``[..., V]`` at the tokens that the draft knows, with any numbers where nothing is left of them, and ``[...]``
-    bool where something is; None for everywhere."""
-    if request.known is None:
+def filled(request: DraftRequest, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Processed ``scores`` ``[..., V]`` where the draft's ``logits`` allow a token, with any numbers where nothing is left of them, and
+    ``[...]`` bool where something is; None for everywhere."""
+    if not request.partial:
         return scores, None
-    scores = scores.masked_fill(~request.known, IMPOSSIBLE)  # a processor may force another token
+    scores = scores.masked_fill(logits == IMPOSSIBLE, IMPOSSIBLE)  # a processor may force another token
     some = scores.amax(-1) > IMPOSSIBLE
     return scores.masked_fill(~some[..., None], 0.0), some
 
@@ -201,7 +201,7 @@ def offered(
     ``[R, n, k]``, the log-probability of their paths likewise, -inf for those that cannot be, and below which of them the draft may go
     on, None for all."""
     logits, scores = scored(request, expand, tree, first)
-    scores, some = filled(request, scores)
+    scores, some = filled(request, logits, scores)
     tokens, reached = below(request, scores, above, k, first=first, depth=depth)
     if some is not None:
         reached = reached.masked_fill(~some[..., None], IMPOSSIBLE)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ SAMPLE = (
 TAIL = 32  # newest tokens that are kept as text, to be tokenised again together with what follows
 LONGEST = 32  # characters at the end of a text that may become one token with those to come
 CONTEXT = 32  # characters in front of a text that is tokenised
+REMEMBERED = 100_000  # beginnings of texts whose first token is kept
 BLURRED = 4  # first ones of these, which may come out otherwise because the text before them is missing
 
 
@@ -79,6 +80,7 @@ class Words:
         self.single = {word[0]: number for number, word in sorted(self.bytes.items(), reverse=True) if len(word) == 1}
         self._spelt = {number for number, name in names.items() if len(name) == 6 and name.startswith("<0x") and name.endswith(">")}
         self._sorted = sorted(set(self.bytes.values()))
+        self._first: dict[bytes, tuple[int, int] | None] = {}
         spaced = next((number for number, word in self.bytes.items() if len(word) > 1 and word[:1] == b" "), None)
         self.strips = spaced is not None and not self.text([spaced]).startswith(" ")
 
@@ -90,9 +92,8 @@ class Words:
     def text(self, ids: Sequence[int]) -> str:
         return str(self._own.decode(ids, skip_special_tokens=False))
 
-    def unfinished(self, text: str) -> bool:
-        """Whether a token begins with ``text`` and goes on."""
-        word = text.encode()
+    def unfinished(self, word: bytes) -> bool:
+        """Whether a token begins with ``word`` and goes on."""
         place = bisect_right(self._sorted, word)
         return place < len(self._sorted) and self._sorted[place].startswith(word)
 
@@ -109,11 +110,33 @@ class Words:
         new tokens reaches over the end of ``text``: whatever such a token may begin with is taken away, and what differs is left out."""
         ids = self.encode_after(context, text)
         for begin in range(max(0, len(text) - LONGEST), len(text)):
-            if ids and self.unfinished(text[begin:]):
+            if ids and self.unfinished(text[begin:].encode()):
                 others = self.encode_after(context, text[:begin]) or []
                 same = next((place for place, pair in enumerate(zip(ids, others)) if pair[0] != pair[1]), min(len(ids), len(others)))
                 ids = ids[:same]
         return ids
+
+    def first(self, word: bytes) -> tuple[int, int] | None:
+        """The first token of a text that begins with ``word``, and its number of bytes; None where ``word`` is no text. A space at the
+        end mostly belongs to the word that follows."""
+        if word not in self._first:
+            if len(self._first) >= REMEMBERED:
+                self._first.clear()
+            self._first[word] = self._begins(word)
+        return self._first[word]
+
+    def _begins(self, word: bytes) -> tuple[int, int] | None:
+        try:
+            text = word.decode()
+        except UnicodeDecodeError:
+            return None
+        for context in ("", "\n"):  # some tokenizers begin a text with a space of their own
+            for more in ("x", "") if text[-1:].isspace() else ("",):
+                token = next(iter(self.encode_after(context, text + more) or ()), -1)
+                spelt = self.bytes.get(token, b"")
+                if spelt and word.startswith(spelt):
+                    return token, len(spelt)
+        return None
 
     def by_bytes(self) -> dict[bytes, list[int]]:
         """The tokens of each spelling; first those that are no mere byte written out (``<0x41>``)."""
@@ -412,7 +435,7 @@ class Foreign:
 
     Attributes:
         readings: by slot.
-        known, inside: the draft's token for each of the target's, on its device, and whether there is one.
+        known: the draft's token for each of the target's, on its device; 0 where there is none.
     """
 
     def __init__(
@@ -422,8 +445,6 @@ class Foreign:
         self.intersection = Intersection.of(vocabularies.target_of, vocab_size, draft_device)
         self.known = self.intersection.known.to(device)
         self._host = self.intersection.known.tolist()
-        self.inside = torch.zeros_like(self.known, dtype=torch.bool)
-        self.inside[self.intersection.common[0].to(device)] = True
         self._sorted = to_device(vocabularies.sorted, draft_device)
         self.readings: dict[int, Reading] = {}
         self.by = by
@@ -446,16 +467,38 @@ class Foreign:
     def first(self, row: Row, logits: Tensor) -> tuple[int, int]:
         """What the draft writes first, by its ``logits`` ``[n, V']`` at the last tokens that it reads, and in place of how many of these:
         the text may end within a token of the draft's, which then stands for its beginning."""
-        scores, reading = logits.float().log_softmax(-1), self.readings[row.slot]
+        scores = logits.float().log_softmax(-1)
         best, token = scores[-1].max(-1)
-        likely, read, found = float(best), 0.0, (int(token), 0)
+        likely, found = float(best), (int(token), 0)
+        for back, longer, said in self._longer(self.readings[row.slot], scores):
+            best, place = said.max(-1)
+            if float(best) > likely:
+                likely, found = float(best), (int(longer[place]), back)
+        return found
+
+    def covering(self, reading: Reading, scores: Tensor) -> tuple[int, int, Tensor]:
+        """In place of how many of the last tokens of ``reading`` the draft likely writes a longer one, by its log-probabilities ``scores``
+        ``[n, V']`` at these; how many bytes they have; and ``[V']`` log-probabilities of what it writes there."""
+        likely, found = 0.0, (0, 0, scores[-1])
+        for back, longer, said in self._longer(reading, scores):
+            total = float(said.logsumexp(-1))
+            if total > likely:
+                spelt = sum(len(self.vocabularies.draft.bytes[token]) for token in reading.ids[-back:])
+                likely, found = total, (back, spelt, torch.full_like(scores[-1], float("-inf")).index_copy(0, longer, said - total))
+        return found
+
+    def _longer(self, reading: Reading, scores: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """For the last token of ``reading``, the last two, …: their number, the draft's tokens ``[m]`` that spell them and go on, and the
+        log-probabilities ``[m]`` of these, over what it gives to those that it has read."""
+        read = 0.0
         for back, (first, last) in enumerate(reading.pieces(len(scores) - 1), 1):
             read += float(scores[-1 - back, reading.ids[-back]])
             if first < last:
-                best, place = scores[-1 - back, self._sorted[first:last]].max(-1)
-                if float(best) - read > likely:
-                    likely, found = float(best) - read, (int(self._sorted[first + place]), back)
-        return found
+                yield back, self._sorted[first:last], scores[-1 - back, self._sorted[first:last]] - read
+
+    def token(self, token: int) -> int:
+        """The draft's token for one of the target's."""
+        return self._host[token]
 
     def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], backs: Sequence[int]) -> list[list[int]]:
         """What the draft wrote below ``rows``, in place of so many of the tokens that it reads, in the target's tokens."""

@@ -27,7 +27,7 @@ def greedy(request: DraftRequest) -> bool:
 def draws_for(request: DraftRequest) -> Draws | None:
     """How kernels draw a chain for ``request``, with the noise that level-by-level drafting draws it with; None where they cannot."""
     sampler, noise = request.sampler, request.sampler.noise
-    alone = len(request.rows) == 1 and request.shape.is_chain and request.thresholds is None and request.known is None
+    alone = len(request.rows) == 1 and request.shape.is_chain and request.thresholds is None and not request.partial
     if not (alone and type(noise) is Noise and request.proposal in ("iid", "keyed") and sampler.sampled[0]):
         return None
     warping = sampler.pipelines[0].warping
