@@ -59,8 +59,9 @@ class DraftModel(LearningDrafter):
     source: a causal language model, or for a target with an encoder a smaller model with an encoder of its own: a ``PreTrainedModel``, a
         path, a hub id or ``zoo:NAME``.
     vocabulary: how it drafts if its tokenizer is not the target's. ``intersection``: the tokens that both know, by their bytes; its
-        logits count at these alone. ``text``: what it writes is tokenised again as the target would; chains, with rule match. ``auto``:
-        ``intersection`` if the draft gives these tokens enough of its probability, else ``text``.
+        logits count at these alone. In a chain it looks ahead as well, for the target's tokens that it writes in several. ``text``: what it
+        writes is tokenised again as the target would; chains, with rule match. ``auto``: ``intersection`` if the draft gives the tokens that
+        both know enough of its probability, else ``text``.
     tokenizer: that of the draft model, if none is found under its name. Pass the target's as ``Speculator(..., tokenizer=...)``.
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
@@ -311,7 +312,8 @@ class DraftModel(LearningDrafter):
     def _chain(self, request: DraftRequest, own: Sequence[Row], *, opened: bool) -> TokenTree:
         self._begun = [len(row.ids) - 1 for row in own]
         if self.foreign is not None and not self.model.chains_only:
-            spelling = Spelling(self.foreign, self.model, own, self._ends(own, request.roots(), opened=opened))
+            readings = [self.foreign.readings[row.slot] for row in own]
+            spelling = Spelling(self.foreign, self.model, readings, self._ends(own, request.roots(), opened=opened))
             tree = one_by_one(request, spelling.after)
             spelling.end()
             return tree
