@@ -12,7 +12,7 @@ import torch
 from helpers import alone, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 from vocabularies import TEXTS, letters, model, tokenizer
 
@@ -199,7 +199,7 @@ def test_below_its_likeliest_token_the_draft_looks_ahead(monkeypatch):
     def after(self, path):
         logits = taken(self, path)
         if len(path) == 1:
-            seen.extend((tuple(row.ids), each.softmax(-1)) for row, each in zip(self._rows, logits))
+            seen.extend((tuple(row.ids), each.softmax(-1)) for row, each, limit in zip(self._rows, logits, self._limits) if limit)
         return logits
 
     monkeypatch.setattr(Spelling, "after", after)
@@ -223,8 +223,8 @@ def test_every_token_of_a_chain_follows_what_the_draft_has_read(monkeypatch):
 
     def watched(self, tokens):
         found = fed(self, tokens)
-        for writer, logits in found:
-            row, token = writer._reading, tokens[self._writers.index(writer)]
+        for writer, token, logits in found:
+            row = writer._reading
             whole = [*row.ids[: len(row.ids) - writer.back], *writer.fed, token]
             with torch.no_grad():
                 assert torch.allclose(logits, draft(torch.tensor([whole])).logits[0, -1].log_softmax(-1), atol=1e-4)
@@ -265,8 +265,53 @@ def test_what_would_make_another_token_of_the_drafted_one_does_not_follow_it():
     words_of = Vocabularies(Words(letters("target")), Words(letters("draft")), 3, 4)
     branch = Branch(b"a", torch.tensor([0.4, 0.3, 0.2, 0.1]).log())
     branch.find(Foreign(words_of, 3, torch.device("cpu"), torch.device("cpu")))
-    assert branch.only(0).exp().tolist() == pytest.approx([0.0, 0.3, 0.2, 0.1])  # with b it would be ab
-    assert branch.only(2).exp().tolist() == pytest.approx([0.4, 0.0, 0.0, 0.0])
+    assert branch.only(0).exp().tolist() == pytest.approx([0.0, 0.5, 0.2 / 0.6, 0.1 / 0.6])  # with b it would be ab
+    assert branch.only(2).exp().tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0])
+
+
+def test_parts_of_a_character_are_drafted_where_they_are_likeliest():
+    """No text is found below the first of its bytes: they are drafted as without a look ahead."""
+    both, smile = words("byte-level", "unigram"), "\U0001f642".encode()
+    spelt = [tokenizer("unigram").convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in smile]
+    foreign = Foreign(both, len(tokenizer("byte-level")), torch.device("cpu"), torch.device("cpu"))
+    scores = torch.full((1, len(tokenizer("unigram"))), 0.3 / len(tokenizer("unigram")))
+    scores[0, spelt[0]] = 0.7
+    writer = Writer(foreign, Reading(both, Row(ids("byte-level", "x"))), scores.log(), math.inf)
+    before = writer.offered()
+    assert writer.looks() in (spelt[0], None)
+    writer.look(spelt[0], scores[0].index_fill(0, torch.tensor(spelt[:1]), 0.0).index_fill(0, torch.tensor(spelt[1:2]), 0.7).log())
+    first = both.target.single[smile[0]]
+    assert int(writer.offered().argmax()) == first and float(writer.offered()[first].exp()) == pytest.approx(float(before[first].exp()))
+    writer.take(first)
+    assert writer.next == spelt[0] and writer.extra == 1
+
+
+def test_what_is_left_after_a_look_ahead_stays_with_the_token_itself():
+    both = Vocabularies(Words(letters("target")), Words(letters("draft")), 3, 4)
+    foreign = Foreign(both, 3, torch.device("cpu"), torch.device("cpu"))
+    writer = Writer(foreign, Reading(both, Row([0])), torch.tensor([[0.1, 0.6, 0.2, 0.1]]).log(), math.inf)
+    writer.look(1, torch.tensor([0.5, 0.2, 0.1, 0.2]).log())
+    assert writer.offered().exp().tolist() == pytest.approx([0.2 + 0.6 * 0.5, 0.1, 0.6 * 0.5])
+
+
+@pytest.mark.parametrize("target", ["byte-level", "unigram", "prepended"])
+def test_the_first_token_of_a_text_does_not_depend_on_its_place(target):
+    """SentencePiece puts a space before a text, which is none of it."""
+    if target == "prepended":
+        made = Tokenizer.from_str(tokenizer("unigram").backend_tokenizer.to_str())
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        made.pre_tokenizer, made.post_processor = None, None
+        of = PreTrainedTokenizerFast(tokenizer_object=made)
+    else:
+        of = tokenizer(target)
+    found = Words(of)
+    for text in ("return width", " return", "name,", "(index", "\n    return"):
+        first = found.first(text.encode())
+        assert first is not None and text.encode().startswith(found.bytes[first]), text
+    spaced = [word for word in found.bytes.values() if len(word) > 2 and word[:1] == b" " and word[1:].isalpha()]
+    own = [word for word in spaced if found.bytes[found.first(word)] == word]
+    assert len(own) > 0.9 * len(spaced) > 3, "a space belongs to its word"
+    assert found.first("\u00e9".encode()[:1]) is None
 
 
 def test_a_token_that_the_draft_does_not_say_ends_its_chain():
@@ -277,7 +322,7 @@ def test_a_token_that_the_draft_does_not_say_ends_its_chain():
     writer = Writer(foreign, Reading(both, Row(ids("byte-level", "x"))), scores, math.inf)
     assert writer.offered().isfinite().sum() == 1
     writer.take(ids("byte-level", ")")[0])  # a processor asked for it
-    assert writer.next is None and writer.ahead() is None and not writer.offered().isfinite().any()
+    assert writer.next is None and writer.looks() is None and not writer.offered().isfinite().any()
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------------

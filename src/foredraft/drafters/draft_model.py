@@ -60,8 +60,8 @@ class DraftModel(LearningDrafter):
         path, a hub id or ``zoo:NAME``.
     vocabulary: how it drafts if its tokenizer is not the target's. ``intersection``: the tokens that both know, by their bytes; its
         logits count at these alone. In a chain it looks ahead as well, for the target's tokens that it writes in several. ``text``: what it
-        writes is tokenised again as the target would; chains, with rule match. ``auto``: ``intersection`` if the draft gives the tokens that
-        both know enough of its probability, else ``text``.
+        writes is tokenised again as the target would; chains, with rule match. ``auto``: ``intersection`` if the draft gives what both know
+        enough of its probability, else ``text``.
     tokenizer: that of the draft model, if none is found under its name. Pass the target's as ``Speculator(..., tokenizer=...)``.
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
@@ -263,7 +263,7 @@ class DraftModel(LearningDrafter):
 
     def _append(self, rows: Sequence[Row], own: Sequence[Row], *, share: bool = True) -> None:
         reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
-        unread = 1 if self.model.chains_only else 2  # a draft may begin two tokens back
+        unread = 1 if self.model.chains_only else 2  # a draft may read the last tokens again
         texts, sources = [row.ids for row in own], self._sources(rows)
         self.model.open(texts, reserve=reserve, sources=sources, isolations=isolations, unread=unread, share=share)
 
@@ -313,7 +313,7 @@ class DraftModel(LearningDrafter):
         self._begun = [len(row.ids) - 1 for row in own]
         if self.foreign is not None and not self.model.chains_only:
             readings = [self.foreign.readings[row.slot] for row in own]
-            spelling = Spelling(self.foreign, self.model, readings, self._ends(own, request.roots(), opened=opened))
+            spelling = Spelling(self.foreign, self.model, readings, self._ends(own, request.roots(), opened=opened), request.limits)
             tree = one_by_one(request, spelling.after)
             spelling.end()
             return tree
@@ -343,6 +343,8 @@ class DraftModel(LearningDrafter):
         if width > FEW or self.model.chains_only or opened:
             return list(self._after(own, roots)[:, None])
         self.model.rewind(begins)
+        if list(self.model.lengths) != begins:  # some layers have given back what they had read
+            return list(self._after(own, roots)[:, None])
         fresh = [row.ids[begin:] for row, begin in zip(own, begins)]
         tokens = to_device([[*ids, *[0] * (width - len(ids))] for ids in fresh], self.model.device)
         logits = self.model.score(TokenTree.from_chain(tokens))

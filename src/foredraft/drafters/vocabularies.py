@@ -80,7 +80,7 @@ class Words:
         self.single = {word[0]: number for number, word in sorted(self.bytes.items(), reverse=True) if len(word) == 1}
         self._spelt = {number for number, name in names.items() if len(name) == 6 and name.startswith("<0x") and name.endswith(">")}
         self._sorted = sorted(set(self.bytes.values()))
-        self._first: dict[bytes, tuple[int, int] | None] = {}
+        self._first: dict[bytes, int | None] = {}
         spaced = next((number for number, word in self.bytes.items() if len(word) > 1 and word[:1] == b" "), None)
         self.strips = spaced is not None and not self.text([spaced]).startswith(" ")
 
@@ -116,26 +116,25 @@ class Words:
                 ids = ids[:same]
         return ids
 
-    def first(self, word: bytes) -> tuple[int, int] | None:
-        """The first token of a text that begins with ``word``, and its number of bytes; None where ``word`` is no text. A space at the
-        end mostly belongs to the word that follows."""
+    def first(self, word: bytes) -> int | None:
+        """The first token of a text that begins with ``word``; None where ``word`` is no text. A space at the end mostly belongs to the
+        word that follows."""
         if word not in self._first:
             if len(self._first) >= REMEMBERED:
                 self._first.clear()
             self._first[word] = self._begins(word)
         return self._first[word]
 
-    def _begins(self, word: bytes) -> tuple[int, int] | None:
+    def _begins(self, word: bytes) -> int | None:
         try:
             text = word.decode()
         except UnicodeDecodeError:
             return None
-        for context in ("", "\n"):  # some tokenizers begin a text with a space of their own
+        for context in ("\n", "") if self.strips else ("", "\n"):  # some begin a text with a space of their own
             for more in ("x", "") if text[-1:].isspace() else ("",):
                 token = next(iter(self.encode_after(context, text + more) or ()), -1)
-                spelt = self.bytes.get(token, b"")
-                if spelt and word.startswith(spelt):
-                    return token, len(spelt)
+                if token in self.bytes and word.startswith(self.bytes[token]):
+                    return token
         return None
 
     def by_bytes(self) -> dict[bytes, list[int]]:
@@ -435,6 +434,7 @@ class Foreign:
 
     Attributes:
         readings: by slot.
+        intersection, on_host: on the draft's device, and on the host.
         known: the draft's token for each of the target's, on its device; 0 where there is none.
     """
 
@@ -443,6 +443,8 @@ class Foreign:
     ):
         self.vocabularies = vocabularies
         self.intersection = Intersection.of(vocabularies.target_of, vocab_size, draft_device)
+        host = torch.device("cpu")
+        self.on_host = self.intersection if draft_device == host else Intersection.of(vocabularies.target_of, vocab_size, host)
         self.known = self.intersection.known.to(device)
         self._host = self.intersection.known.tolist()
         self._sorted = to_device(vocabularies.sorted, draft_device)
@@ -492,9 +494,12 @@ class Foreign:
         log-probabilities ``[m]`` of these, over what it gives to those that it has read."""
         read = 0.0
         for back, (first, last) in enumerate(reading.pieces(len(scores) - 1), 1):
+            if reading.ids[-back] >= scores.shape[-1]:
+                break  # a tokenizer may have grown alone
             read += float(scores[-1 - back, reading.ids[-back]])
-            if first < last:
-                yield back, self._sorted[first:last], scores[-1 - back, self._sorted[first:last]] - read
+            if first < last and read > float("-inf"):
+                longer = self._sorted[first:last].to(scores.device)
+                yield back, longer, scores[-1 - back, longer] - read
 
     def token(self, token: int) -> int:
         """The draft's token for one of the target's."""
