@@ -637,6 +637,14 @@ def test_bad_choices_are_refused():
         Speculator(model("byte-level"), drafter, tokenizer=tokenizer("byte-level"), execution="eager")
 
 
+@pytest.mark.parametrize(("missing", "how"), [("target", r"Speculator\(\.\.\., tokenizer="), ("draft", "drafter_options={'tokenizer'")])
+def test_a_tokenizer_that_is_missing_is_named_with_how_to_pass_it(missing, how):
+    given = {each: None if each == missing else tokenizer(kind) for each, kind in (("target", "byte-level"), ("draft", "unigram"))}
+    drafter = DraftModel(model("unigram", 1), tokenizer=given["draft"], vocabulary="intersection", execution="eager")
+    with pytest.raises(ConfigurationError, match=how):
+        Speculator(model("byte-level"), drafter, tokenizer=given["target"], execution="eager")
+
+
 @pytest.mark.parametrize("vocabulary", ["intersection", "text"])
 def test_rows_join_and_leave_and_share_beginnings(vocabulary):
     made = speculator(vocabulary=vocabulary, shape="chain(3)")

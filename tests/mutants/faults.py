@@ -543,7 +543,7 @@ FAULTS = [
     Fault("metrics.py", "self.drafts += commit.drafted > 0", "self.drafts += 1", METRICS),
     Fault("metrics.py", "enumerate(commit.drafted_by_depth, 1)", "enumerate(commit.drafted_by_depth)", METRICS),
     Fault("fingerprint.py", '        "threads": torch.get_num_threads(),\n', "", FINGERPRINT),
-    Fault("fingerprint.py", "    yield from model.named_buffers()\n", "", FINGERPRINT),
+    Fault("fingerprint.py", " | dict(speculator.model.named_buffers())", "", FINGERPRINT),
     Fault("fingerprint.py", "packed.get(id(tensor)) or ", "", FINGERPRINT),
     Fault("running.py", "        await self.engine.drain(self.engine.settings.drain)\n", "", SERVE),
     Fault("running.py", "            os._exit(128 + sig)\n", "            pass\n", SERVE),

@@ -334,7 +334,10 @@ def report(setting: Setting, found: Report) -> RenderableType:
     head = f"{setting.configuration.target}, draft {setting.draft}: {counted(whole.texts, 'text')}, {counted(whole.tokens, 'token')}"
     lines = [head + (f", {sampling}" if sampling else ", greedy")]
     if found.shared is not None:
-        lines.append(f"The draft has another tokenizer; the target knows {found.shared:.0%} of the draft's tokens.")
+        lines.append(
+            f"The draft has another tokenizer; the target knows {found.shared:.0%} of the draft's tokens, and only these are compared. "
+            "Chains look ahead and keep more."
+        )
     if found.cut:
         lines.append(f"{counted(found.cut, 'text')} cut where the draft's context ends: its tokens for a text are more than the target's")
     if not found.complete:

@@ -268,3 +268,12 @@ def kind_of(processor: Any) -> Kind:
     if extra:
         raise ConfigurationError(f"{name} is not supported: it asks for {', '.join(extra)} besides input_ids and scores")
     return FOREIGN
+
+
+def warpers(temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None) -> list[Any]:
+    """Those of `transformers`, in its order, for a row that samples. None leaves one out, as does the temperature 1."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    classes = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+    given = zip(classes, (None if temperature == 1 else temperature, top_k, top_p, min_p))
+    return [warper(value) for warper, value in given if value is not None]

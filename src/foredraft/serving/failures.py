@@ -72,8 +72,8 @@ def busy(message: str) -> ApiError:
     return ApiError(503, message, code="busy", headers={"Retry-After": "1"})
 
 
-def api_error(error: Exception) -> ApiError:
-    """What a client is told of ``error``. Of what is no error of ours, it learns nothing."""
+def told(error: Exception) -> ApiError:
+    """What a client is told of ``error``. What is no error of ours goes to the log, and the client learns nothing of it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -86,15 +86,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(504, str(error), code="timeout")
     if isinstance(error, (ConfigurationError, CacheMemoryError)):
         return refused(str(error))
+    log.error("a request failed: %s", error, exc_info=error)
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
-
-
-def told(error: Exception) -> ApiError:
-    """What a client is told; what is no error of ours goes to the log."""
-    found = api_error(error)
-    if found.status == 500:
-        log.error("a request failed: %s", error, exc_info=error)
-    return found
 
 
 def guarded(handler: Handler) -> Handler:

@@ -13,14 +13,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.backends.narrow import parts_of
@@ -95,16 +94,11 @@ def weights_digest(speculator: Speculator) -> str:
     packed = {
         id(placeholder): digest(numbers, *parts_of(placeholder)) for placeholder, numbers in getattr(overrides, "originals", lambda: ())()
     }
-    named = dict(tensors_of(speculator.model))
+    named = dict(speculator.model.named_parameters()) | dict(speculator.model.named_buffers())
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         digests = pool.map(lambda tensor: packed.get(id(tensor)) or digest(*parts_of(tensor)), named.values())
         lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)} {found}" for (name, tensor), found in zip(named.items(), digests)]
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def digest(*tensors: Tensor) -> str:

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from foredraft.grammars import Grammar
 from foredraft.guesses import Guess
+from foredraft.logits.known_processors import warpers
 from foredraft.logits.penalties import LogitBias, PresenceFrequencyPenalty
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import ForcedTokens, Prediction, RowParameters
@@ -203,7 +197,8 @@ class Requests:
         if grammar is not None:
             found.append(grammar)
         if request.temperature > 0:
-            found += warpers(request)
+            top_k, top_p = request.top_k if request.top_k > 0 else None, float(request.top_p) if request.top_p < 1 else None
+            found += warpers(float(request.temperature), top_k, top_p, float(request.min_p) or None)
         return found
 
     def biases(self, given: dict[str, float]) -> dict[int, float]:
@@ -211,17 +206,3 @@ class Requests:
         if found and max(found) >= self.vocabulary:
             raise refused(f"logit_bias: token {max(found)} is outside the model's vocabulary of {self.vocabulary}", "logit_bias")
         return found
-
-
-def warpers(request: Sampling) -> list[Any]:
-    """What reshapes the distribution of a row that samples."""
-    found: list[Any] = []
-    if request.temperature != 1:
-        found.append(TemperatureLogitsWarper(float(request.temperature)))
-    if request.top_k > 0:
-        found.append(TopKLogitsWarper(request.top_k))
-    if request.top_p < 1:
-        found.append(TopPLogitsWarper(float(request.top_p)))
-    if request.min_p > 0:
-        found.append(MinPLogitsWarper(float(request.min_p)))
-    return found

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
-from transformers import TemperatureLogitsWarper
 
 from foredraft import drafters, verification
 from foredraft.choices import check_shape, choose_rule
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
+from foredraft.logits.known_processors import warpers
 from foredraft.logits.processors import Pipeline
 from foredraft.serving.engine import Engine
 from foredraft.serving.failures import guarded
@@ -145,8 +145,7 @@ def rolled(
             drafter.bind(target)
             undo.callback(drafter.close)
         check_shape(shape, target, drafter)
-        warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
-        pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
+        pipeline = Pipeline.alone(warpers(float(request.temperature)), prompt_length=len(ids) - 1)
         how: dict[str, Any] = {"seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation, "seconds": SECONDS}
         return play(target, drafter, rule, proposal, shape, ids, pipeline=pipeline, **how), drafter.name, str(shape)
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of, name_of
+from foredraft.logits.known_processors import warpers
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source, beginning_of, check_ids
@@ -72,17 +73,11 @@ class Answering:
     def parameters(self, index: int, prompt: Sequence[int], eos: frozenset[int]) -> RowParameters:
         """Of prompt ``index``."""
         temperature = self.temperatures[index % len(self.temperatures)]
-        pipeline = Pipeline.alone(self._processors(temperature), prompt_length=len(prompt)) if temperature > 0 else Pipeline()
+        reshaping = warpers(temperature, self.top_k, self.top_p, self.min_p) if temperature > 0 else []
+        pipeline = Pipeline.alone(reshaping, prompt_length=len(prompt))
         return RowParameters(
             self.max_new_tokens, temperature > 0, pipeline, (self.seed, index), eos, logprobs=self.top if self.top else None
         )
-
-    def _processors(self, temperature: float) -> list[Any]:
-        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-        found: list[Any] = [] if temperature == 1 else [TemperatureLogitsWarper(temperature)]
-        given = ((TopKLogitsWarper, self.top_k), (TopPLogitsWarper, self.top_p), (MinPLogitsWarper, self.min_p))
-        return found + [warper(value) for warper, value in given if value is not None]
 
 
 @dataclass(frozen=True)
