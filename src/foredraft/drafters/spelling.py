@@ -141,7 +141,7 @@ class Writer:
         elif self._full(1):
             return
         elif branch is here and shared is not None:
-            self.next, self._here = self._foreign.token(token), Branch(b"", branch.logits)
+            self.next, self._here = int(self._foreign.on_host.known[token]), Branch(b"", branch.logits)
         else:
             _, self.next, _ = max(way for way in branch.ways if way[2] == token)  # the likeliest
             spelt = branch.said + self._foreign.vocabularies.draft.bytes[self.next][branch.begun :]

@@ -501,10 +501,6 @@ class Foreign:
                 longer = self._sorted[first:last].to(scores.device)
                 yield back, longer, scores[-1 - back, longer] - read
 
-    def token(self, token: int) -> int:
-        """The draft's token for one of the target's."""
-        return self._host[token]
-
     def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], backs: Sequence[int]) -> list[list[int]]:
         """What the draft wrote below ``rows``, in place of so many of the tokens that it reads, in the target's tokens."""
         drafts = []

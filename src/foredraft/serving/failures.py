@@ -73,7 +73,7 @@ def busy(message: str) -> ApiError:
 
 
 def told(error: Exception) -> ApiError:
-    """What a client is told of ``error``. What is no error of ours goes to the log, and the client learns nothing of it."""
+    """The answer to a request that ended in ``error``. An unexpected error is logged, and the client gets no details of it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
