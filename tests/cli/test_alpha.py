@@ -231,7 +231,7 @@ def test_a_run_with_another_tokenizer(other: tuple[object, ...], enough: float, 
         return known_costs(pass_=1.0, level=0.01)
 
     monkeypatch.setattr(alpha, "measured", measured)
-    monkeypatch.setattr("foredraft.drafters.vocabularies.ENOUGH", enough)
+    monkeypatch.setattr("foredraft.drafters.foreign.ENOUGH", enough)
     result = cli(*other)
     assert result.exit_code == 0 and timed == ["intersection"], result.output
     assert "the target knows" in result.stdout and "of the draft's tokens" in result.stdout

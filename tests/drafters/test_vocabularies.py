@@ -19,9 +19,10 @@ from vocabularies import TEXTS, letters, model, tokenizer
 from foredraft import ConfigurationError, DrafterError, Speculator
 from foredraft.auditing.statistical import draft_of
 from foredraft.drafters.draft_model import BACK, DraftModel
+from foredraft.drafters.foreign import Foreign, Intersection
 from foredraft.drafters.several import Several
 from foredraft.drafters.spelling import LIKELY, Branch, Spelling, Writer
-from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
+from foredraft.drafters.vocabularies import Reading, Vocabularies, Words
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters

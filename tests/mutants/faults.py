@@ -151,7 +151,7 @@ FAULTS = [
     ),
     Fault("ratios.py", "left = (p - q).clamp(min=0)\n", "left = (p - q).clamp(min=0) * (q > 0)\n", VOCABULARIES),
     Fault("vocabularies.py", "self.target.encode_after if end else self.target.settled", "self.target.encode_after", VOCABULARIES),
-    Fault("vocabularies.py", "scores[-1 - back, longer] - read", "scores[-1 - back, longer]", VOCABULARIES),
+    Fault("foreign.py", "scores[-1 - back, longer] - read", "scores[-1 - back, longer]", VOCABULARIES),
     Fault("vocabularies.py", 'for context in ("\\n", "") if self.strips', 'for context in ("", "\\n") if self.strips', VOCABULARIES),
     Fault("spelling.py", 'Branch(b"", logits, begun)', 'Branch(b"", logits)', VOCABULARIES),
     Fault("spelling.py", "logits + here.logits[token])", "logits)", VOCABULARIES),
@@ -160,7 +160,7 @@ FAULTS = [
     Fault("spelling.py", "[length - writer.extra for", "[length for", VOCABULARIES),
     Fault("spelling.py", "self.fed.append(seen[0])", "pass", VOCABULARIES),
     Fault("growth.py", "scores.masked_fill(logits == IMPOSSIBLE, IMPOSSIBLE)", "scores", VOCABULARIES),
-    Fault("vocabularies.py", "reading.drafted(text, back)", "reading.drafted(text)", VOCABULARIES),
+    Fault("foreign.py", "reading.drafted(text, back)", "reading.drafted(text)", VOCABULARIES),
     Fault("draft_model.py", "self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])", "pass", VOCABULARIES),
     # -- the learner
     Fault("online.py", "        if self.rehearsed:\n", "        if False:\n", LEARNER),

@@ -655,7 +655,7 @@ def test_texts_that_start_with_another_token_are_refused():
 
 
 def test_drafts_with_another_tokenizer_cannot_read_sound(monkeypatch):
-    monkeypatch.setattr("foredraft.drafters.vocabularies.vocabulary_difference", lambda *given: "100 tokens differ")
+    monkeypatch.setattr("foredraft.drafters.foreign.vocabulary_difference", lambda *given: "100 tokens differ")
     with pytest.raises(ConfigurationError, match=r"another vocabulary \(100 tokens differ\), and what its encoder reads is no text"):
         Speculator(build("whisper"), DraftModel(perturbed("whisper")))
 

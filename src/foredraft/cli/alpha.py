@@ -28,7 +28,8 @@ from foredraft.cli.prompts import Text
 from foredraft.cli.settings import Configuration
 from foredraft.cli.tables import add_row, new_table
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.vocabularies import Foreign, Reading
+from foredraft.drafters.foreign import Foreign
+from foredraft.drafters.vocabularies import Reading
 from foredraft.errors import ConfigurationError, TargetOutputError
 from foredraft.loading import load_tokenizer
 from foredraft.planning import search

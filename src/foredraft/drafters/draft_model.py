@@ -23,12 +23,13 @@ from foredraft.device import to_device
 from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_loops.recorded import RecordedLoop
+from foredraft.drafters.foreign import VOCABULARIES, Foreign, foreign
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.learning.serving import LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, WRITTEN, offered
 from foredraft.drafters.spelling import Spelling
-from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign, Reading, foreign
+from foredraft.drafters.vocabularies import Reading, checked_template
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
@@ -100,7 +101,7 @@ class DraftModel(LearningDrafter):
         source = named(source)
         if encoder not in ("auto", "own", "target"):
             raise unknown("unknown encoder", encoder, ("auto", "own", "target"))
-        self.template = checked(template)
+        self.template = checked_template(template)
         self._states: Target | None = None  # whose encoder's states it reads, where these are not its own
         self._encoder = encoder
         check_quantization(quantization, source)
@@ -479,14 +480,6 @@ class DraftModel(LearningDrafter):
         if isinstance(row, Reading) and row.behind:
             return 0
         return row.capacity if self.model.trained is None else max(0, self.model.trained - len(row.ids))
-
-
-def checked(template: str | None) -> str | None:
-    """``template`` as far as the text that is to be written; refused where it has no place for the source, or more behind the text."""
-    said = template if template is None else template.removesuffix(TEXT)
-    if said is not None and (SOURCE not in said or TEXT in said):
-        raise ConfigurationError(f"a template has {SOURCE} where the source stands, and ends where the text begins; got {template!r}")
-    return said
 
 
 def _same_encoder(target: Target, draft: PreTrainedModel) -> bool:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.drafters.vocabularies import Foreign, Reading
+from foredraft.drafters.foreign import Foreign
+from foredraft.drafters.vocabularies import Reading
 from foredraft.logits.sampler import widened
 from foredraft.target import Target
 
