@@ -1,52 +1,64 @@
-"""What can only be seen on a GPU, in one command: ``make gpu``, or ``python -m benchmarks.gpu [FOLDER]``.
+"""What can only be seen on a GPU, in one command: ``make gpu``, or ``python -m benchmarks.gpu [FOLDER [MINUTES]]``.
 
-Each stage writes its report (one JSON file) before the next begins: keyed noise against the CPU's, the tests marked ``cuda``, and a model
-of the size and shape of Llama 3.2 1B with random weights: its speed per dtype and backend, and with its cache in pages and in one block.
-The whole takes at most 20 minutes: a stage that no time is left for is reported as not run. A stage that fails is reported as failed, and
-the others still run.
+Each stage writes its report (one JSON file) before the next begins: keyed noise against the CPU's, speed beside transformers with models
+of two sizes, and the tests marked ``cuda``. A page of all of them is written in the end. The whole takes at most 20 minutes: a stage that
+no time is left for is reported as not run. A stage that fails is reported as failed, and the others still run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import operator
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.environment import describe
+from benchmarks.report import Report, Table
 from foredraft import Speculator
 from foredraft.device import wait_for
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.inflation import inflate
 from foredraft.logits.noise import Noise, Purpose
+from foredraft.zoo import DRAFT, TARGET, load, load_tokenizer
+from foredraft.zoo import prompts as some_prompts
 
 MINUTES = 20
 RESERVE = 30  # seconds that a stage needs to be begun at all
 TESTS = 8 * 60  # seconds for the tests at most
-NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BACKENDS = {"eager": {"execution": "eager"}, "graphs": {"execution": "graphs"}, "flex": {"attention": "flex"}}
-PAGES = "bfloat16"  # in which pages are timed
-PAGED = {**BACKENDS, "compiled": {"execution": "compiled"}}
-CACHES = {"block": "auto", "pages": "4GiB"}  # cache_memory of each
-ROWS = (1, 8)
-SHAPES = {"none": None, "chain(4)": "chain(4)", "product(2,2,1)": "product(2,2,1)"}
-PROMPT, NEW, REPEATS = 512, 128, 5
-LLAMA_1B = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
+WORKERS = 12
+SIZES = {"0.3 B": (1024, 24, 512), "6.5 B": (4096, 32, 2048)}  # width and layers that python-8m is inflated to, and python-1m's width
+ROWS = {"0.3 B": (1,), "6.5 B": (1, 8)}
+NEW, PROMPTS, WARM_UPS, REPEATS = 64, 2, 2, 3
+THEIRS = "transformers"
+ASSISTED = "transformers, assistant"
+SAMPLED = "draft model, temperature 1"
+DRAFTED = {"drafter": "draft"}
+METHODS: dict[str, dict[str, Any]] = {  # what a Speculator is given; a drafter called draft is the draft model
+    "plain, eager": {"drafter": "none", "execution": "eager"},
+    "plain": {"drafter": "none"},
+    "prompt-lookup": {"drafter": "prompt-lookup"},
+    "draft model": DRAFTED,
+    "draft model, chain(5)": {**DRAFTED, "shape": "chain(5)"},
+    "draft model, product(2,2,1)": {**DRAFTED, "shape": "product(2,2,1)"},
+    "draft model, chain(5), pages": {**DRAFTED, "shape": "chain(5)", "cache_memory": "4GiB"},
+    SAMPLED: DRAFTED,
+}
+PLAN: dict[str, dict[int, Sequence[str]]] = {  # rows and methods; transformers' are always there. One row has all that others have
+    "0.3 B": {1: list(METHODS), 4: ["plain", "draft model"]},
+    "6.5 B": {1: ["plain", "draft model", "draft model, chain(5)", SAMPLED]},
 }
 
 Stage = Callable[[float], dict[str, Any]]  # seconds left -> report; "ok" says whether it passed
+Call = Callable[[dict[str, torch.Tensor]], Any]
+Run = tuple[float, list[Any]]  # seconds, and what was returned for each batch
 
 
 def run_stages(stages: dict[str, Stage], folder: Path, *, minutes: float = MINUTES, clock: Callable[[], float] = time.monotonic) -> bool:
@@ -91,105 +103,161 @@ def alike(here: dict[str, torch.Tensor], there: dict[str, torch.Tensor]) -> dict
 
 def tests(left: float) -> dict[str, Any]:
     """The tests marked ``cuda``, skipped ones counted as not passed."""
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rs", "-p", "no:xdist"]  # a second -q would leave the summary out
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rs"]  # a second -q would leave the summary out
+    if importlib.util.find_spec("xdist"):  # compilers work beside each other
+        command += ["-n", str(WORKERS), "--dist", "worksteal"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=min(left, TESTS), check=False)
     except subprocess.TimeoutExpired as error:
         return {"ok": False, "reason": "the tests took too long", "output": str(error.stdout)[-4000:]}
     summary = done.stdout.strip().splitlines()[-1:]
-    return {"ok": done.returncode == 0 and "skipped" not in "".join(summary), "output": done.stdout[-4000:]}
+    ok = done.returncode == 0 and "skipped" not in "".join(summary)
+    return {"ok": ok, "summary": "".join(summary), "output": done.stdout[-4000:]}
 
 
-def speed(dtype: str, backend: str) -> Stage:
-    """Tokens per second of one row, greedy, with and without a draft, behind a prompt that repeats itself."""
+def speed(size: str) -> Stage:
+    """Tokens per second of every method, in turns, behind prompts that the models have not seen."""
 
     def measure(left: float) -> dict[str, Any]:
         end = time.monotonic() + left
-        model = llama_1b(NAMES[dtype])
-        batch = prompts(1, model.device)
+        target, draft = models(size)
         figures: dict[str, Any] = {}
-        for name, shape in SHAPES.items():
-            drafter = "none" if shape is None else "prompt-lookup"
-            speculator = Speculator(model, drafter, shape=shape, **BACKENDS[backend])  # type: ignore[arg-type]
-            rates: list[float] = []
-            for repeat in range(1 + REPEATS):  # the first warms up
-                if time.monotonic() > end:
-                    break
-                found = rate(speculator, batch)
-                rates += [found] if repeat else []
-            used, reasons = speculator.target.execution, dict(speculator.target.reasons)
-            figures[name] = {"tokens_per_second": rates, "median": statistics.median(rates) if rates else None, "execution": used}
-            figures[name]["reasons"] = reasons
-            speculator.close()
-        return {"ok": all(each["median"] for each in figures.values()), "gpu": torch.cuda.get_device_name(), "figures": figures}
+        speculators = {name: method(name, target, draft) for name in PLAN[size][1]}
+        for count, names in PLAN[size].items():
+            batches = prompts(count, target.device)
+            calls: dict[str, tuple[Call, Speculator | None]] = {THEIRS: (theirs(target), None)}
+            if count == 1:  # it takes no more
+                calls[ASSISTED] = theirs(target, draft), None
+            for name in names:
+                sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0} if name == SAMPLED else {}
+                calls[name] = ours(speculators[name], **sampling), speculators[name]
+            found: dict[str, list[Run]] = {name: [] for name in calls}
+            for turn in range(WARM_UPS + REPEATS):
+                for name, (call, mine) in calls.items():
+                    warm = turn >= WARM_UPS or (turn > 0 and mine is None)  # theirs record nothing
+                    if time.monotonic() < end and (not warm or turn >= WARM_UPS):
+                        run = timed(call, batches)
+                        found[name] += [run] if warm else []
+            for name, (_, mine) in calls.items():
+                plain = [] if name == SAMPLED else found["plain"]
+                figures[f"{name}, rows: {count}"] = summary(found[name], found[THEIRS], plain, mine)
+        parameters = {name: sum(each.numel() for each in model.parameters()) for name, model in (("target", target), ("draft", draft))}
+        ok = all(each["tokens_per_second"] for each in figures.values())
+        return {"ok": ok, "environment": describe("cuda"), "parameters": parameters, "figures": figures}
 
     return measure
 
 
-def prompts(rows: int, device: torch.device) -> dict[str, Any]:
-    """Texts that repeat themselves; each is 40 tokens shorter than the one before, and padded."""
-    places = torch.arange(PROMPT, device=device)
-    mask = places >= 40 * torch.arange(rows, device=device)[:, None]
-    return {"input_ids": (places % 61 + 3).expand(rows, -1), "attention_mask": mask.long()}
+def models(size: str) -> tuple[Any, Any]:
+    """python-8m and python-1m at that size, in bfloat16; no text ends early."""
+    width, layers, narrow = SIZES[size]
+    target, draft = (load(name).to("cuda", torch.bfloat16) for name in (TARGET, DRAFT))
+    made = inflate(target, hidden_size=width, layers=layers), inflate(draft, hidden_size=narrow)
+    for each in made:
+        each.generation_config.eos_token_id = None
+    return made
 
 
-def rate(speculator: Speculator, batch: dict[str, Any]) -> float:
-    """New tokens of all rows per second."""
-    wait_for(speculator.target.device)
+def prompts(rows: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """As many batches as there are prompts to one row; of more rows, one of unequal lengths."""
+    texts = some_prompts("benchmarks")
+    groups = [texts[:rows]] if rows > 1 else [[text] for text in texts[:PROMPTS]]
+    tokenizer = load_tokenizer(TARGET)
+    return [dict(tokenizer(group, return_tensors="pt", padding=True).to(device)) for group in groups]
+
+
+def theirs(model: Any, assistant: Any = None) -> Call:
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    if assistant is not None:
+        assistant.generation_config.num_assistant_tokens = 5
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        how["assistant_model"] = assistant
+    return lambda batch: model.generate(**batch, **how)
+
+
+def method(name: str, target: Any, draft: Any) -> Speculator:
+    how = METHODS[name]
+    return Speculator(target, **{**how, "drafter": DraftModel(draft) if how["drafter"] == "draft" else how["drafter"]})
+
+
+def ours(speculator: Speculator, **sampling: Any) -> Call:
+    options: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "seed": 1, "do_sample": False, **sampling}
+    return lambda batch: speculator.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **options)
+
+
+def timed(call: Call, batches: list[dict[str, torch.Tensor]]) -> Run:
+    """Seconds for all batches, and what was returned for each."""
+    wait_for(torch.device("cuda"))
     began = time.perf_counter()
-    speculator.generate(**batch, pad_token_id=0, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    wait_for(speculator.target.device)
-    return NEW * len(batch["input_ids"]) / (time.perf_counter() - began)
+    outputs = [call(batch) for batch in batches]
+    wait_for(torch.device("cuda"))
+    return time.perf_counter() - began, outputs
 
 
-def pages(backend: str) -> Stage:
-    """Tokens per second with the cache in pages and with it in one block, in turns, for one row and for rows of unequal lengths. ``ratio``
-    is the median of pages over block."""
-
-    def measure(left: float) -> dict[str, Any]:
-        end = time.monotonic() + left
-        models = {cache: llama_1b(NAMES[PAGES]) for cache in CACHES}  # two, because layers are compiled in place
-        figures: dict[str, Any] = {}
-        reasons: dict[str, Any] = {}
-        for name, shape in SHAPES.items():
-            how: dict[str, Any] = {"drafter": "none" if shape is None else "prompt-lookup", "shape": shape, **PAGED[backend]}
-            made = {cache: Speculator(models[cache], cache_memory=memory, **how) for cache, memory in CACHES.items()}
-            reasons = {cache: dict(speculator.target.reasons) for cache, speculator in made.items()}
-            for rows in ROWS:
-                batch, turns = prompts(rows, made["pages"].target.device), list[dict[str, float]]()
-                for turn in range(1 + REPEATS):  # the first warms up
-                    if time.monotonic() < end:
-                        found = {cache: rate(speculator, batch) for cache, speculator in made.items()}
-                        turns += [found] if turn else []
-                ratio = statistics.median(turn["pages"] / turn["block"] for turn in turns) if turns else None
-                figures[f"{name}, rows: {rows}"] = {"tokens_per_second": turns, "ratio": ratio}
-            for speculator in made.values():
-                speculator.close()
-        ok = all(each["ratio"] for each in figures.values())
-        return {"ok": ok, "gpu": torch.cuda.get_device_name(), "figures": figures, "reasons": reasons}
-
-    return measure
+def summary(runs: list[Run], theirs: list[Run], plain: list[Run], speculator: Speculator | None) -> dict[str, Any]:
+    """Tokens per second of every run; how many times as many as transformers' in the same turn, the median; and how many rows of the last
+    run have the text of plain decoding."""
+    rates = [NEW * len(rows(run)) / run[0] for run in runs]
+    ratios = [other[0] / run[0] for run, other in zip(runs, theirs)]
+    found: dict[str, Any] = {"tokens_per_second": rates, "over_transformers": statistics.median(ratios) if ratios else None}
+    if runs and plain:
+        found["equal_texts"] = [sum(map(operator.eq, rows(runs[-1]), rows(plain[-1]))), len(rows(plain[-1]))]
+    if runs and speculator is not None:
+        stats = [output.stats for output in runs[-1][1]]
+        found["tokens_per_pass"] = NEW * len(rows(runs[-1])) / sum(each.row_passes for each in stats)
+        found["shapes"] = [each.shapes for each in stats]
+        found["execution"], found["reasons"] = speculator.target.execution, dict(speculator.target.reasons)
+    return found
 
 
-def llama_1b(dtype: torch.dtype) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return LlamaForCausalLM(LlamaConfig(**LLAMA_1B)).to(dtype).eval()
+def rows(run: Run) -> list[list[int]]:
+    """The ids of every row of every batch, prompts included."""
+    return [row for output in run[1] for row in _ids(output).tolist()]
 
 
-def main() -> int:
+def _ids(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def page(folder: Path) -> Report:
+    """What the stages found, as a page; of a stage that failed its reason."""
+    stages = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    where: dict[str, Any] = next((each["environment"] for each in stages.values() if "environment" in each), {})
+    packages = ", ".join(f"{name} {version}" for name, version in where.get("packages", {}).items() if version)
+    notes = [
+        f"{where.get('device')}, {where.get('cpu')}, {where.get('cores')} cores; Python {where.get('python')}, {packages}.",
+        "Targets and draft models are python-8m and python-1m of the zoo, inflated to the size and cost of larger models; the draft "
+        f"knows the target as well as it does at their own size. bfloat16, {NEW} new tokens, medians of {REPEATS} runs in turns after "
+        f"{WARM_UPS}. Shapes that are not named are the planner's. Equal texts are rows whose greedy text is that of plain decoding.",
+    ]
+    for name, stage in stages.items():
+        notes.append(f"{name}: " + ("passed." if stage["ok"] else f"failed, {stage.get('reason') or stage.get('summary')}."))
+    tables = []
+    for name, stage in stages.items():
+        lines = []
+        for method, each in stage.get("figures", {}).items():
+            rates, equal = each["tokens_per_second"], each.get("equal_texts")
+            cells = [f"{statistics.median(rates):.0f}", f"{each['over_transformers']:.2f}"] if rates else ["–", "–"]
+            cells += [f"{each['tokens_per_pass']:.2f}" if "tokens_per_pass" in each else "–", f"{equal[0]} of {equal[1]}" if equal else "–"]
+            lines.append([method, each.get("execution", "–"), *cells])
+        if lines:
+            columns = ["method", "execution", "tokens/s", "× transformers", "tokens per pass", "equal texts"]
+            target, draft = (stage["parameters"][which] / 1e9 for which in ("target", "draft"))
+            tables.append(Table(f"{name}: target {target:.2f} B parameters, draft {draft:.3f} B", columns, lines))
+    return Report("On a GPU", notes, tables)
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder = Path(arguments[0] if arguments else "build/gpu")
     if not torch.cuda.is_available():
         print("make gpu needs a CUDA device, and torch finds none on this machine", file=sys.stderr)
         return 1
-    stages: dict[str, Stage] = {"noise": noise, "tests": tests}
-    for dtype in ("bfloat16", "float16", "float32"):
-        stages.update({f"speed-{dtype}-{backend}": speed(dtype, backend) for backend in BACKENDS})
-        if dtype == PAGES:
-            stages.update({f"pages-{backend}": pages(backend) for backend in PAGED})
-    return 0 if run_stages(stages, Path(sys.argv[1] if len(sys.argv) > 1 else "build/gpu")) else 1
+    stages: dict[str, Stage] = {"noise": noise, **{f"speed {size}": speed(size) for size in SIZES}, "tests": tests}
+    passed = run_stages(stages, folder, minutes=float(arguments[1]) if arguments[1:] else MINUTES)
+    (folder / "gpu.md").write_text(page(folder).markdown(), encoding="utf-8")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from helpers import tiny
 
-from benchmarks import gpu
+from benchmarks import environment, gpu
 from benchmarks.gpu import main, run_stages
+from foredraft import zoo
 
 
 def test_each_report_is_on_disk_before_the_next_stage_and_failures_stay(tmp_path):
@@ -53,24 +53,44 @@ def test_skipped_tests_have_not_passed(skipped, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_fails_with_one_line(capsys):
-    assert main() == 1
+    assert main([]) == 1
     said = capsys.readouterr()
     assert "CUDA device" in said.err and said.err.count("\n") == 1 and not said.out
 
 
-def test_pages_are_timed_beside_one_block(monkeypatch):
-    """On a CPU, where both have pages."""
-    monkeypatch.setattr(gpu, "llama_1b", lambda dtype: tiny())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
-    for name, value in {"PROMPT": 90, "NEW": 4, "REPEATS": 2, "ROWS": (1, 2)}.items():
+@pytest.fixture
+def small(monkeypatch):
+    """On a CPU, with the models as they are."""
+    monkeypatch.setattr(gpu, "models", lambda size: [zoo.load(name) for name in (zoo.TARGET, zoo.DRAFT)])
+    monkeypatch.setattr(gpu, "wait_for", lambda device: None)
+    monkeypatch.setattr(gpu, "describe", lambda device: environment.describe("cpu"))
+    for name, value in {"NEW": 4, "REPEATS": 2, "WARM_UPS": 1, "PROMPTS": 1}.items():
         monkeypatch.setattr(gpu, name, value)
-    report = gpu.pages("eager")(60)
-    assert report["ok"] and len(report["figures"]) == 6 and set(report["reasons"]) == {"block", "pages"}
-    assert all(len(each["tokens_per_second"]) == 2 and each["ratio"] > 0 for each in report["figures"].values())
-    late = gpu.pages("eager")(-1)
-    assert not late["ok"] and all(each["ratio"] is None for each in late["figures"].values())
+    monkeypatch.setitem(gpu.PLAN, "small", {1: ["plain, eager", "plain", "draft model", gpu.SAMPLED], 2: ["plain"]})
 
 
-def test_prompts_of_several_rows_are_of_unequal_lengths():
-    mask = gpu.prompts(3, torch.device("cpu"))["attention_mask"]
-    assert mask.sum(1).tolist() == [gpu.PROMPT, gpu.PROMPT - 40, gpu.PROMPT - 80] and bool(mask[:, -1].all())
+def test_methods_are_timed_in_turns_and_the_page_says_what_was_found(small, tmp_path):
+    assert run_stages({"speed small": gpu.speed("small")}, tmp_path)
+    figures = json.loads((tmp_path / "speed small.json").read_text())["figures"]
+    assert len(figures) == (2 + 4) + (1 + 1)
+    for name, each in figures.items():
+        assert len(each["tokens_per_second"]) == 2 and each["over_transformers"] > 0, name
+        rows = int(name[-1])
+        assert each.get("equal_texts") == (None if "temperature" in name else [rows, rows])
+        assert name.startswith("transformers") or (each["tokens_per_pass"] >= 1 and each["execution"] == "eager")
+    text = gpu.page(tmp_path).markdown()
+    assert "speed small: passed" in text and "| plain, eager, rows: 1 | eager |" in text
+
+
+def test_a_stage_without_time_has_failed(small, tmp_path):
+    report = gpu.speed("small")(-1)
+    assert not report["ok"] and all(each["over_transformers"] is None for each in report["figures"].values())
+    run_stages({"speed small": lambda left: report, "tests": lambda left: {"ok": False, "summary": "2 failed"}}, tmp_path)
+    text = gpu.page(tmp_path).markdown()
+    assert "tests: failed, 2 failed" in text and "| plain, rows: 1 | – | – | – |" in text
+
+
+def test_batches_are_of_unequal_lengths():
+    one, four = gpu.prompts(1, torch.device("cpu")), gpu.prompts(4, torch.device("cpu"))
+    assert [len(each["input_ids"]) for each in (*one, *four)] == [1, 1, 4]
+    assert len(set(four[0]["attention_mask"].sum(1).tolist())) == 4 and bool(four[0]["attention_mask"][:, -1].all())

@@ -49,7 +49,7 @@ def perturbed(name: str = "llama", implementation: str = "sdpa", amount: float =
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(amount * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
+            weight.add_(amount * weight.std(correction=0) * torch.randn(weight.shape, generator=generator).to(weight.device))
     return model
 
 
@@ -76,7 +76,7 @@ def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, torch
 
 def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
     """What transformers' own generate adds to one unpadded prompt; asked once where the model is shared and the options are numbers."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     options = {"do_sample": False, "pad_token_id": PAD, **options}
     said, key = _answers(model, options), str((prompt, sorted(options.items())))
     if key not in said:
@@ -165,10 +165,11 @@ def taught_head(kind: str, family: str = "llama", implementation: str = "sdpa", 
 def batch_of(model: Any, head: Any, texts: Sequence[Sequence[int]], *, prompt: int = 1) -> Batch:
     """What a training step sees of ``texts``; all but the first ``prompt`` tokens of each are counted."""
     width = max(map(len, texts))
-    ids, valid = torch.full((len(texts), width), PAD), torch.zeros(len(texts), width, dtype=torch.bool)
+    device = model.device
+    ids, valid = torch.full((len(texts), width), PAD, device=device), torch.zeros(len(texts), width, dtype=torch.bool, device=device)
     for line, real, text in zip(ids, valid, texts):
         line[: len(text)], real[: len(text)] = torch.tensor(text), True
-    counted = valid & (torch.arange(width) >= prompt)
+    counted = valid & (torch.arange(width, device=device) >= prompt)
     reader = Reader(model, head.features, skip=head.skip)
     return Batch(ids, valid, counted, *reader(Tokens(ids, valid, counted, np.arange(len(texts)))))
 
@@ -183,7 +184,7 @@ def eagle3_head(family: str = "llama", implementation: str = "sdpa", amount: flo
         for name, weight in head.named_parameters():
             if "lm_head" in name:
                 continue
-            noise = amount * torch.randn(weight.shape, generator=generator)
+            noise = amount * torch.randn(weight.shape, generator=generator).to(weight.device)
             weight.add_(noise if weight.ndim == 1 else 4 * noise / weight.shape[-1] ** 0.5)
     return head
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
 from foredraft.backends import graphs as graphs_module
-from foredraft.backends import packing, recorder
+from foredraft.backends import native, packing, recorder
 from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
@@ -30,6 +30,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import _token_hashes
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.models.paged_cache import PagedCache
 from foredraft.planning import FixedPlanner, costs
 from foredraft.planning.costs import Measurement
 from foredraft.rows import RowParameters
@@ -274,18 +275,39 @@ def test_a_recording_keeps_what_it_reads_alive(taped):
         assert read.untyped_storage()._cdata in storages
 
 
-def test_auto_is_eager_where_graphs_could_be_recorded(taped, monkeypatch):
-    """As on CUDA: a recorder is there and nothing packs weights. Users do not get by default what no report from a GPU supports."""
+@pytest.mark.parametrize("owned", [False, True])
+def test_auto_records_where_it_can(owned, taped, monkeypatch):
+    """As on CUDA: a recorder is there and nothing packs weights."""
     monkeypatch.setattr(packing, "refusal", lambda *given: "its weights are on cuda")
     model = of("llama")
-    for owned in (False, True):
-        target = Target(model, owned=owned)
-        assert type(target.backend) is Eager and target.execution == "eager"
-        assert all("no report from a GPU" in target.reasons[name] for name in ("graphs", "flex")) and "packed" in target.reasons
+    target = Target(model, owned=owned)
+    assert target.execution == "graphs" and "no report from a GPU" in target.reasons["flex"] and "packed" in target.reasons
     drafter = DraftModel(perturbed())
     drafter.bind(target)
-    assert type(drafter.model.backend) is Eager
-    assert Target(model, execution="graphs").execution == "graphs" and Target(model, attention="flex").reasons.get("flex") is None
+    assert drafter.model.execution == "graphs"
+    assert type(Target(model, execution="eager").backend) is Eager
+    flexed = Target(model, attention="flex")
+    assert flexed.reasons.get("flex") is None and flexed.reasons["graphs"] == "attention='flex' was asked for"
+    xglm = Target(of("xglm"), owned=owned)
+    assert type(xglm.backend) is Eager and "__bool__ would wait" in xglm.reasons["graphs"]
+
+
+def test_auto_records_passes_over_pages(taped, monkeypatch):
+    monkeypatch.setattr(packing, "refusal", lambda *given: "its weights are on cuda")
+    monkeypatch.setattr(native, "refusal", lambda dtype: "there are none in this test")
+    target = Target(of("llama"), cache_memory="64MiB")
+    assert target.execution == "graphs" and isinstance(target.cache, PagedCache) and "recorded passes" in target.reasons["paged_attention"]
+    xglm = Target(of("xglm"), cache_memory="64MiB")
+    assert type(xglm.backend) is Eager and isinstance(xglm.cache, PagedCache)
+
+
+@pytest.mark.parametrize("drafter", ["layer-skip", "draft-verify"])
+def test_layers_run_in_part_where_passes_are_recorded(drafter, taped):
+    """By the model itself, which the self-speculating drafters need."""
+    rows = repetitive((23, 9))
+    speculator = Speculator(clone(tiny()), drafter, shape="chain(3)", execution="graphs")
+    assert generate(speculator, rows, max_new_tokens=24) == [alone(tiny(), row, max_new_tokens=24) for row in rows]
+    assert speculator.target.execution == "graphs"
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The one place that chooses how passes are made.
 
-``auto`` follows measurements: on a CPU it uses packed weights or kernels, unless weights would be held twice; everywhere else, CUDA
-included, the model as it is with its own attention. Recordings and FlexAttention are used on request only.
+``auto`` follows measurements: on a CPU it uses packed weights or kernels, unless weights would be held twice; on a CUDA device recorded
+passes; elsewhere the model as it is. FlexAttention and compiled layers are used on request only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         raise UnsupportedModelError(
             f"{describe(facts.model)} has weights in torchao's {type(odd).__name__}, which no CPU multiplies. Foredraft reads {READ}"
         )
-    pages = _pages_of_other_ways(facts, execution, attention, test, reasons) if paged else None
+    recorded = execution == "graphs" or (execution == "auto" and attention != "flex" and _why_not_recorded(facts) is None)
+    pages = _pages_of_other_ways(facts, "graphs" if recorded else execution, attention, test, reasons) if paged else None
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, pages)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
         if overrides is not None:
@@ -85,7 +86,12 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
-        backend = _record(facts, execution, test, reasons, pages) or backend
+        if recorded and overrides is None:
+            backend = _record(facts, execution, test, reasons, pages) or backend
+        elif execution == "auto":
+            reasons["graphs"] = _why_not_recorded(facts) or "attention='flex' was asked for"
+        else:
+            reasons["graphs"] = f"execution={execution!r} was asked for"
         if attention == "flex":
             flexed = _over_pages(flex.Flexed(facts, reasons), pages)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
@@ -234,22 +240,19 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
+def _why_not_recorded(facts: ModelFacts) -> str | None:
+    return ENCODER if facts.sourced else graphs.refusal(facts)
+
+
 def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], pages: Paged | None) -> Backend | None:
-    """Recorded passes, if they are asked for."""
-    if facts.sourced:
-        reasons["graphs"] = ENCODER
-        return None
-    if execution not in ("auto", "graphs"):
-        reasons["graphs"] = f"execution={execution!r} was asked for"
-        return None
-    why = graphs.refusal(facts)
-    if execution == "auto":
-        reasons["graphs"] = why or UNPROVEN.format("execution='graphs'")
-        return None
-    made = recorder.recorder_for(facts.device)
+    """Recorded passes, if they can be had."""
+    why, made = _why_not_recorded(facts), recorder.recorder_for(facts.device)
     if why is None and made is not None:
         recorded = graphs.Recorded(facts, reasons, made, pages)
         why = graphs.graph_test(recorded) if test else None
         if why is None:
             return recorded
-    raise ConfigurationError(f"passes of {describe(facts.model)} cannot be recorded: {why}; use execution='auto'")
+    if execution == "graphs":
+        raise ConfigurationError(f"passes of {describe(facts.model)} cannot be recorded: {why}; use execution='auto'")
+    reasons["graphs"] = str(why)
+    return None

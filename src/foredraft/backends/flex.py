@@ -87,9 +87,10 @@ def capped(limit: float) -> Callable[..., Tensor]:
 @cache
 def compiled_kernel() -> Callable[..., Any]:
     """One per process. Every shape is a variant of it, so their number must not run into torch's limit of eight."""
-    wanted = {"isolate_recompiles": True, "recompile_limit": RECOMPILES}  # later than torch 2.9
     known = inspect.signature(torch.compile).parameters
-    options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
+    if "recompile_limit" not in known:  # torch 2.11 and older
+        return torch._dynamo.config.patch(recompile_limit=RECOMPILES)(torch.compile(kernel, dynamic=False, fullgraph=True))
+    options: dict[str, Any] = {"recompile_limit": RECOMPILES, "isolate_recompiles": True}
     return torch.compile(kernel, dynamic=False, fullgraph=True, **options)
 
 

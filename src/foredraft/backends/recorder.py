@@ -120,9 +120,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 def inputs_of(run: Callable[[], Outputs]) -> list[Tensor]:
-    """Every tensor that ``run`` reads and did not make. A recording knows them by address, so constants of torch, of the model or of
-    our caches have to live as long as it does."""
-    run()  # makes what is made once and cached
+    """Every tensor that ``run``, which was recorded, reads and did not make. A recording knows them by address, so constants of torch, of
+    the model or of our caches have to live as long as it does."""
     with Witness() as witness:
         run()
     return list(witness.found.values())

@@ -26,6 +26,7 @@ from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
 
 BUDGET = 2.0  # seconds that a first measurement may take
+RECORDING = 2  # times as long where passes are recorded: a recording takes as long as five passes or so without one
 PROMPT = 16  # tokens in the cache while it is made; too few to be found again as the beginning of another text
 LONGER = 8  # times as many, to see what a longer context costs
 REPEATS = 7
@@ -284,13 +285,14 @@ def measure(
 ) -> float:
     """Time passes of ``rows`` rows over up to as many nodes as ``largest`` has, and ``drafts``: after a warm-up of each, in turns, medians.
 
-    Takes ``seconds`` at most, but for the pass under way: fewer sizes and repeats of slow models. No row may be live; target and
-    drafter are left without any.
+    Takes ``seconds`` at most, twice that where passes are recorded, but for the pass under way: fewer sizes and repeats of slow models. No
+    row may be live; target and drafter are left without any.
 
     Returns:
         Which share of a core this thread had meanwhile; 1 on a GPU.
     """
     run = Measurement(target, drafter, rows, largest, clock)
+    seconds *= 1 if run.warm_ups == 1 else RECORDING
     begin, by_the_wall, processor = clock(), time.perf_counter(), time.thread_time()
     with target.unlimited():  # these rows are short
         try:
@@ -344,7 +346,7 @@ class Measurement:
         begun: list[Any] = []
         start = self.clock()
         for name, call in calls.items():
-            if begun and self.clock() - start > 0.4 * (deadline - start):
+            if begun and self.clock() - start > (0.4 if self.warm_ups == 1 else 0.8) * (deadline - start):
                 break
             for _ in range(self.warm_ups):
                 self.timed(name, call)

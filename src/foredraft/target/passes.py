@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft.backends.base import Backend, ForwardPass, Part, PassOutput, tree_window
 from foredraft.backends.eager import Eager
+from foredraft.backends.graphs import Recorded
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.layers import LayerRanges, layer_count
@@ -197,7 +198,7 @@ class Passes:
             raise UnsupportedModelError(
                 f"the decoder layers of {describe(self.model)}, which has an encoder, are not run in part yet; use another drafter"
             )
-        if type(self.backend) is not Eager or self.chains_only:
+        if not isinstance(self.backend, Eager) or type(self.backend) not in (Eager, Recorded) or self.chains_only:
             passes = f"{type(self.backend).__name__} makes whole passes; use execution='auto' and attention='auto', or another drafter"
             why = f"{self.chains_only}; use another drafter" if self.chains_only else passes
             raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}")
