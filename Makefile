@@ -9,7 +9,7 @@
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
 # make bench  the benchmark, beside whatever peers are installed
-# make gpu    on a machine with CUDA: noise, the CUDA tests and speed on models of 1 B parameters, reports in build/gpu, 20 minutes
+# make gpu    on a machine with CUDA: noise, speed on models of 0.3 B and 6.5 B parameters, the CUDA tests; reports in build/gpu, 20 minutes
 # make peers  the peers it is compared with, each in an environment of its own under $(PEERS): downloads some 4 GB, and builds
 #             llama.cpp for this machine (about 20 minutes on 2 cores). Needs cmake, ninja and a C++ compiler. One alone:
 #             make peer-vllm, peer-llamacpp or peer-openvino

@@ -28,6 +28,7 @@ from foredraft.estimates import LEVEL, RESAMPLES, Estimate
 EMBEDDED = ("ast", "rename")
 GREEDY, SAMPLED = "greedy", "temperature 1"
 TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}
+BETWEEN = 0.25  # seconds for the costs of passes and drafts, after each text
 SUFFIX, BIGRAM, BIGRAM_LENGTH = "suffix", "bigram", 3
 ASSISTED = {"bfloat16": 2.0, "float32": 1.5}
 OVER_PLAIN = {("ast", GREEDY): 2.0, ("ast", SAMPLED): 1.5, ("doc", GREEDY): 1.5, ("doc", SAMPLED): 1.2}
@@ -118,10 +119,14 @@ class EncDecBlock(Block):
     def cells(self, texts: Sequence[tuple[str, Sequence[int]]], vocabulary: int) -> list[Cell]:
         return cells(self.settings, texts, self.everyone())
 
-    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
-        """In the middle of a text of usual length, of which the decoder has read nothing but what was written."""
-        written = [len(row) for _, _, rows in self.done for row in rows]
-        super()._curve(repeat, int(median(written)) // 2 if written else context, tuple(TEMPERATURES.values()))
+    def _curve(self, repeat: int, context: int) -> None:
+        """Nothing: costs are measured between calls, for the machine is faster in one minute than in another."""
+
+    def _between(self, cell: Cell, repeat: int) -> None:
+        """What passes and drafts cost in the middle of a text as long as those just written, of which the decoder has read nothing else."""
+        written = [len(row) for each, _, rows in self.done if each.key == cell.key for row in rows]
+        if cell.batch == 1 and written:
+            self._costs(repeat, int(median(written)) // 2, cell.temperature, cell.scenario, seconds=BETWEEN, sizes=False)
 
     def _warm_up(self, calls: Sequence[Cell]) -> None:
         """With the first sources of each scenario and batch."""
@@ -143,8 +148,8 @@ class HearingBlock(EncDecBlock):
         who, tokens = tuple(each.name for each in self.everyone()), self.settings.tokens
         return [Cell(scenario(task, GREEDY), index, task, (tuple(ids),), tokens, 0.0, who) for index, (task, ids) in enumerate(texts)]
 
-    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
-        """None: speed-ups of noise are compared with nothing that theory says."""
+    def _between(self, cell: Cell, repeat: int) -> None:
+        """Nothing: speed-ups of noise are compared with nothing that theory says."""
 
 
 def heard(settings: Settings) -> int:
@@ -246,8 +251,9 @@ class EncDec(PeerSuite[Settings]):
             f"bootstrap intervals over sources and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
             "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
-            "it, timed one after the other in the middle of a text, and a share of what the draft's encoder takes, which reads the source "
-            "once; what a round takes besides is not in them. α is the share of drafted tokens that are kept, up to the first that is not.",
+            f"it, timed one after the other in the middle of a text, {BETWEEN} s after each text, and a share of what the draft's encoder "
+            "takes, which reads the source once; what a round takes besides is not in them. α is the share of drafted tokens that are "
+            "kept, up to the first that is not.",
             quiet(self),
         ]
 
@@ -341,22 +347,25 @@ class Findings(Comparison):
         found = []
         for task in self.run.categories:
             for how in TEMPERATURES:
-                calls = self.calls(scenario=scenario(task, how))
+                where = scenario(task, how)
+                calls = self.calls(scenario=where)
                 for name in calls.by_method:
                     method = self.methods[name]
                     measured = ratio(calls.decoding_rate(name), calls.decoding_rate(PLAIN_OF_OURS))
-                    predicted = self.expected(calls, name, TEMPERATURES[how]) if method.side == FOREDRAFT and method.length else None
+                    ours = method.side == FOREDRAFT and method.length > 0
+                    predicted = self.expected(calls, name, where, TEMPERATURES[how]) if ours else None
                     if measured is not None and predicted is not None:
-                        found.append((method.mode, name, scenario(task, how), alpha(calls, name) or 0.0, measured, predicted))
+                        found.append((method.mode, name, where, alpha(calls, name) or 0.0, measured, predicted))
         return found
 
-    def expected(self, calls: Calls, name: str, temperature: float) -> float | None:
-        """The predicted speed-up."""
+    def expected(self, calls: Calls, name: str, where: str, temperature: float) -> float | None:
+        """The predicted speed-up in the scenario ``where``."""
         method, share, kept = self.methods[name], alpha(calls, name), calls.acceptance(name)
         if method.mode == BIGRAM:
             return None if share is None else sum(share**depth for depth in range(method.length + 1))
-        wanted = self.target, self.dtype, name, temperature
-        mine = [each.values for each in self.run.curves if (each.target, each.dtype, each.method, each.values["temperature"]) == wanted]
+        curves = [each for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
+        mine = [each.values for each in curves if each.values["temperature"] == temperature]
+        mine = [each for each in mine if each.get("scenario", where) == where]  # older documents have none
         if kept is None or not mine:
             return None
         plain, verified, draft, begin = (median(each[part] for each in mine) for part in ("t1", "tn", "draft", "begin"))

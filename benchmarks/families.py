@@ -176,7 +176,7 @@ class FamilyBlock(Block):
                 if name in self.at:
                     super()._measure(name, cell, again)
 
-    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
+    def _curve(self, repeat: int, context: int) -> None:
         """Passes over one token and several, of plain methods of ours."""
         for name in [name for name in (OURS, OUR_INT4) if name in self.at and self.make is not copying_cells]:
             for nodes in turned(list(NODES), repeat):

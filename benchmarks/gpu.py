@@ -34,7 +34,7 @@ MINUTES = 20
 RESERVE = 30  # seconds that a stage needs to be begun at all
 TESTS = 8 * 60  # seconds for the tests at most
 WORKERS = 12
-SIZES = {"0.3 B": (1024, 24, 512), "6.5 B": (4096, 32, 2048)}  # width and layers that python-8m is inflated to, and python-1m's width
+SIZES = {"0.3B": (1024, 24, 512), "6.5B": (4096, 32, 2048)}  # width and layers that python-8m is inflated to, and python-1m's width
 ROWS = {"0.3 B": (1,), "6.5 B": (1, 8)}
 NEW, PROMPTS, WARM_UPS, REPEATS = 64, 2, 2, 3
 THEIRS = "transformers"
@@ -52,8 +52,8 @@ METHODS: dict[str, dict[str, Any]] = {  # what a Speculator is given; a drafter 
     SAMPLED: DRAFTED,
 }
 PLAN: dict[str, dict[int, Sequence[str]]] = {  # rows and methods; transformers' are always there. One row has all that others have
-    "0.3 B": {1: list(METHODS), 4: ["plain", "draft model"]},
-    "6.5 B": {1: ["plain", "draft model", "draft model, chain(5)", SAMPLED]},
+    "0.3B": {1: list(METHODS), 4: ["plain", "draft model"]},
+    "6.5B": {1: ["plain", "draft model", "draft model, chain(5)", SAMPLED]},
 }
 
 Stage = Callable[[float], dict[str, Any]]  # seconds left -> report; "ok" says whether it passed
@@ -228,8 +228,10 @@ def page(folder: Path) -> Report:
     notes = [
         f"{where.get('device')}, {where.get('cpu')}, {where.get('cores')} cores; Python {where.get('python')}, {packages}.",
         "Targets and draft models are python-8m and python-1m of the zoo, inflated to the size and cost of larger models; the draft "
-        f"knows the target as well as it does at their own size. bfloat16, {NEW} new tokens, medians of {REPEATS} runs in turns after "
-        f"{WARM_UPS}. Shapes that are not named are the planner's. Equal texts are rows whose greedy text is that of plain decoding.",
+        f"knows the target as well as it does at their own size. bfloat16, {NEW} new tokens. Every method runs once per turn; "
+        f"{WARM_UPS} turns warm up, and figures are medians of {REPEATS} turns; × transformers is the median of each turn's quotient. "
+        "Shapes that are not named are the planner's, which also may draft nothing: that is 1.02 tokens per pass. Equal texts are rows "
+        "whose greedy text is that of plain decoding; in bfloat16, rounding can choose another of two nearly equal tokens.",
     ]
     for name, stage in stages.items():
         notes.append(f"{name}: " + ("passed." if stage["ok"] else f"failed, {stage.get('reason') or stage.get('summary')}."))
@@ -253,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("make gpu needs a CUDA device, and torch finds none on this machine", file=sys.stderr)
         return 1
-    stages: dict[str, Stage] = {"noise": noise, **{f"speed {size}": speed(size) for size in SIZES}, "tests": tests}
+    stages: dict[str, Stage] = {"keyed-noise": noise, **{f"speed-{size}": speed(size) for size in SIZES}, "tests": tests}
     passed = run_stages(stages, folder, minutes=float(arguments[1]) if arguments[1:] else MINUTES)
     (folder / "gpu.md").write_text(page(folder).markdown(), encoding="utf-8")
     return 0 if passed else 1

@@ -80,9 +80,9 @@ class SelfBlock(Block):
         """With the first text of each scenario."""
         super()._warm_up(list({cell.scenario: cell for cell in reversed(calls)}.values()))
 
-    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
+    def _curve(self, repeat: int, context: int) -> None:
         """After the last repeat, what a search does from its first token on."""
-        super()._curve(repeat, context, temperatures)
+        super()._curve(repeat, context)
         settings, run = self.settings, self.run_
         assert isinstance(run, SelfSpeculation)
         if repeat == self.repeats - 1 and self.target.source == WIDE and settings.includes("auto-search"):

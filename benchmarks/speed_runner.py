@@ -174,6 +174,7 @@ class Block:
                     for name in turned([each for each in cell.methods if each in self.at], repeat + cell.index):
                         self._measure(name, cell, repeat)
                         self.run_.advance()
+                    self._between(cell, repeat)
                 self._curve(repeat, sum(len(ids) for _, ids in prompts) // len(prompts) + settings.tokens // 2)
         finally:
             self.run_.measurements += self._compared()
@@ -382,23 +383,28 @@ class Block:
         moved = READ if self.settings.device == "cpu" else 2 * READ
         self.run_.reads.append(Read(self.target.source, self.dtype, index, repeat, moved / median(seconds[1:])))
 
-    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
+    def _between(self, cell: Cell, repeat: int) -> None:
+        """What is measured after every method's call of a cell."""
+
+    def _curve(self, repeat: int, context: int) -> None:
+        """What is measured after a repeat."""
+        if repeat < CURVE_REPEATS:
+            self._costs(repeat, context)
+
+    def _costs(self, repeat: int, context: int, temperature: float = 0.0, scenario: str = "", **how: Any) -> None:
         """Cost curves of Foredraft's draft models, and of drafts with layers of the target, in chains of a fixed length, at ``context``
-        tokens; drafts are drawn at each of ``temperatures``."""
-        if repeat >= CURVE_REPEATS:
-            return
+        tokens, drafts being drawn at ``temperature``."""
         for name, (method, key) in list(self.at.items()):
             if not (method.side == FOREDRAFT and method.mode in (DRAFT, LAYER_SKIP) and method.length):
                 continue
-            for temperature in temperatures:
-                about = {"name": name, "rows": 1, "length": method.length, "context": context, "temperature": temperature}
-                try:
-                    values = self.processes[key].ask("costs", limit=self.settings.timeout, **about)
-                except PeerError as error:  # the calls themselves have been measured
-                    self._failed(f"cost curve of {name}", "measurement", error)
-                    continue
-                found = {**values, "temperature": temperature}
-                self.run_.curves.append(Curve(self.target.source, self.dtype, name, method.length, 1, repeat, found))
+            about = {"name": name, "rows": 1, "length": method.length, "context": context, "temperature": temperature, **how}
+            try:
+                values = self.processes[key].ask("costs", limit=self.settings.timeout, **about)
+            except PeerError as error:  # the calls themselves have been measured
+                self._failed(f"cost curve of {name}", "measurement", error)
+                continue
+            found = {**values, "temperature": temperature, "scenario": scenario}
+            self.run_.curves.append(Curve(self.target.source, self.dtype, name, method.length, 1, repeat, found))
 
 
 def available_memory() -> int | None:

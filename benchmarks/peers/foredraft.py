@@ -121,24 +121,27 @@ class Engine:
         rows = [StandIn(slot, list(row), len(row) + tokens) for slot, row in enumerate(ids)]
         return float(planner.forecast(rows, greedy=True).best.rate)
 
-    def costs(self, name: str, rows: int, length: int, context: int, temperature: float = 0.0) -> dict[str, Any]:
+    def costs(
+        self, name: str, rows: int, length: int, context: int, temperature: float = 0.0, seconds: float = SECONDS, sizes: bool = True
+    ) -> dict[str, Any]:
         """The measured cost curve, for ``rows`` rows at ``context`` tokens: seconds ``t1`` of a plain pass, ``draft`` of ``length`` tokens,
         and ``tn`` of the pass that verifies them, one after the other as in a loop; what a round takes besides is not in them. ``begin`` is
         what a drafter does before its first draft of a text: its encoder reads the source. ``target``
-        has seconds of passes by nodes per row, where drafts do not run layers of the target: ``tn`` is then what is left to do."""
+        has seconds of passes by nodes per row, if ``sizes`` are asked for, where drafts do not run layers of the target: ``tn`` is then
+        what is left to do. Takes ``seconds``."""
 
         speculator = self.speculators[name]
-        found: dict[str, Any] = self._turns(speculator, rows, length, context, temperature)
-        if not speculator.drafter.info.shares_target:
+        found: dict[str, Any] = self._turns(speculator, rows, length, context, temperature, seconds)
+        if sizes and not speculator.drafter.info.shares_target:
             curve = self._curve(speculator, rows, CURVE_DEPTH, context)
             found["target"] = {str(size): seconds for size, seconds in sorted(curve.target.points[rows].items())}
         return found
 
-    def _turns(self, speculator: Any, rows: int, length: int, context: int, temperature: float) -> dict[str, float]:
+    def _turns(self, speculator: Any, rows: int, length: int, context: int, temperature: float, seconds: float) -> dict[str, float]:
         from foredraft.planning.costs import StandIn
         from foredraft.shapes import TreeShape
 
-        run, deadline = self._measurement(speculator, rows, length, context), time.perf_counter() + SECONDS
+        run, deadline = self._measurement(speculator, rows, length, context), time.perf_counter() + seconds
         try:
             with self.torch.inference_mode():
                 run._open(run.texts)

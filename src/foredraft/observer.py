@@ -62,7 +62,7 @@ class Observer:
         self._tree: TokenTree | None = None
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
-        self._on_gpu, self._together = False, True
+        self._on_gpu, self._together, self._settling = False, True, 0
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -88,6 +88,7 @@ class Observer:
     def begin(self, *, together: bool = True) -> None:
         """``together``: no rows join those of the round before they are done."""
         self._times, self._together = [time.perf_counter()], together
+        self._settling = self._settled()
 
     def planned(self, request: DraftRequest | None, sampler: Sampler) -> None:
         self._request, self._sampler = request, sampler
@@ -181,4 +182,8 @@ class Observer:
             paths=[line.path for line in lines] if known else (),
             greedy=sampler.greedy,
             expected=self.drafter.expected_accepted,
+            settling=self._settled() > self._settling,
         )
+
+    def _settled(self) -> int:
+        return sum(each.backend.settling for each in (self.target, self.drafter.info.draft_model) if isinstance(each, Target))

@@ -155,11 +155,11 @@ def claimed():
             ]
             run.measurements += [call(PLAIN, 1.5, where, 4), call(AUTO, 1.0, where, 4)]
         run.measurements += [call("transformers plain", 2.0, scenario(task, GREEDY)), call(THEIRS, 2.5, scenario(task, GREEDY))]
-    drafts = {0.0: 0.04, 1.0: 0.08}
-    run.curves = [
-        Curve("T", "bfloat16", OURS, 5, 1, 0, {"t1": 0.1, "tn": 0.11, "draft": draft, "begin": 0.08, "temperature": temperature})
-        for temperature, draft in drafts.items()
-    ]
+    drafts = {GREEDY: (0.0, 0.04), SAMPLED: (1.0, 0.08)}
+    for task in run.categories:
+        for how, (temperature, draft) in drafts.items():
+            about = {"temperature": temperature, "scenario": scenario(task, how)}
+            run.curves.append(Curve("T", "bfloat16", OURS, 5, 1, 0, {"t1": 0.1, "tn": 0.11, "draft": draft, "begin": 0.08, **about}))
     return run
 
 

@@ -562,9 +562,10 @@ def test_the_cost_curve_is_measured(work, monkeypatch):
     monkeypatch.setattr(drafter, "draft", lambda request: drafts.append(request.proposal) or draft(request))
     for temperature, proposal in ((0.0, "deterministic"), (0.7, "iid")):
         drafts.clear()
-        curve = one.costs(name="a", rows=1, length=3, context=64, temperature=temperature)
+        curve = one.costs(name="a", rows=1, length=3, context=64, temperature=temperature, seconds=0.3)
         assert curve["t1"] > 0 and curve["tn"] > 0 and curve["draft"] > 0 and "1" in curve["target"]
         assert proposal in drafts
+    assert "target" not in one.costs(name="a", rows=1, length=3, context=64, seconds=0.1, sizes=False)
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------

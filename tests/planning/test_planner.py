@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_drafter, prompts, tiny
+from helpers import known_costs, make_drafter, perturbed, prompts, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from foredraft.planning import costs as costs_module
 from foredraft.planning.acceptance import Acceptance, expected
 from foredraft.planning.costs import CostModel, Measurement, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
-from foredraft.planning.largest import largest_shape
+from foredraft.planning.largest import largest_fitting, largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
 from foredraft.planning.search import widths
 from foredraft.shapes import TreeShape, likeliest_nodes
@@ -555,3 +555,29 @@ def test_the_drafters_context_bounds_the_largest_shape():
     assert isinstance(make_drafter("draft-model"), DraftModel)
     speculator = Speculator(tiny(), make_drafter("draft-model"), shape="auto")
     assert speculator.shape.depth <= 12 and str(speculator.shape) == "auto" and speculator.rule.name == "traversal"
+
+
+# -- passes that are recorded ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_rounds_that_record_something_say_what_is_accepted_and_not_what_it_costs(told: bool):
+    """The first rounds of a draft take as long as sixty others. A planner that is not told takes that for the price of a pass."""
+    planner = AutomaticPlanner(largest_shape(branches=False), costs=known_costs(pass_=1e-2, level=1e-3), budget=0, clock=lambda: 0.0)
+    rows = [row(50)]
+    for _ in range(6):
+        shape = planner.plan(rows, greedy=True)
+        depth = shape.depth
+        assert depth
+        seconds = {"draft": 1e-3 * depth, "target": 0.6, "rest": 1e-12, "split": False, "settling": told}
+        planner.observe(rows, Round(shape, [depth], [(1,) * depth], [min(2, depth)], 1 + depth, 50, **seconds))
+    assert (planner.costs.target.at(1, 1) == pytest.approx(1e-2)) == told
+    assert planner.forecaster.rounds(True) >= 6 - (not told)  # one that stalls once is passed over
+
+
+def test_a_draft_model_that_is_recorded_makes_chains(monkeypatch):
+    drafter, target = DraftModel(perturbed()), Target(tiny())
+    drafter.bind(target)
+    assert not largest_fitting(target, drafter, lambda shape: True).is_chain
+    monkeypatch.setattr(drafter.info.draft_model.backend, "warm_up", 4)
+    assert largest_fitting(target, drafter, lambda shape: True).is_chain

@@ -254,7 +254,8 @@ def test_an_entry_of_another_row_is_found_when_a_target_is_built(way, monkeypatc
 def test_without_a_limit_there_are_no_pages(way):
     target = Target(of("llama"), **WAYS[way])
     assert not isinstance(target.cache, PagedCache) and not target.pools
-    assert f"{way}' was asked for; a size or a fraction as cache_memory" in target.reasons["pages"]
+    said = {"compiled": "its layers are compiled", "graphs": "its passes are recorded", "flex": "attention='flex' was asked for"}[way]
+    assert target.reasons["pages"] == f"{said}; {paged_attention.ASK}"
 
 
 @pytest.mark.parametrize("way", ["graphs", "flex"])
@@ -414,4 +415,4 @@ def test_on_a_gpu_keyed_texts_within_a_budget_are_those_of_plain_decoding(way):
 @pytest.mark.cuda
 def test_on_a_gpu_there_are_no_pages_without_a_limit():
     target = Target(on_gpu(torch.float32)("llama"))
-    assert not isinstance(target.cache, PagedCache) and "no report from a GPU" in target.reasons["pages"]
+    assert not isinstance(target.cache, PagedCache) and "passes are recorded" in target.reasons["pages"]

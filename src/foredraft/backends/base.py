@@ -118,6 +118,7 @@ class Backend:
         pages: the model's attention over a cache in pages (:mod:`foredraft.backends.paged_attention`); None if layers read what the
             cache returns, or are kernels.
         warm_up: passes of one kind until they reach their full speed.
+        settling: how many passes took longer than later ones of their kind will.
     """
 
     cache: Any
@@ -125,6 +126,7 @@ class Backend:
     direct: Any = None
     pages: Any = None
     warm_up = 0
+    settling = 0
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         self.facts, self.overrides, self.reasons = facts, overrides, reasons

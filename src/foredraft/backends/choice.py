@@ -100,7 +100,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
-        _page(backend, execution, attention, test, paged)
+        _page(backend, backend.name if recorded else execution, attention, test, paged)
         if isinstance(backend, Rollback):
             backend.measure()
         undo.pop_all()

@@ -80,12 +80,13 @@ class Recordings:
 
     Attributes:
         captures, replays: how many recordings were made, and how often one was played, trials left out.
+        settling: how often something was asked for that is not ready to be played: it is to be recorded, or is compared.
     """
 
     def __init__(self, facts: ModelFacts, cache: TreeCache, reasons: dict[str, str], recorder: CudaRecorder):
         self.facts, self.cache, self.reasons, self.recorder = facts, cache, reasons, recorder
         self.passes = StaticPass(facts, cache)
-        self.captures = self.replays = 0
+        self.captures = self.replays = self.settling = 0
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._buffers: object = None
@@ -129,6 +130,7 @@ class Recordings:
             return Outcome()
         self.cache.spoil(rows, filler)
         found = self._kept.get(key)
+        self.settling += found is None or found.trials < TRIALS
         if found is not None:
             self._kept.move_to_end(key)
             load(found.frame)
@@ -257,6 +259,10 @@ class Recorded(Eager):
         if (why := next((each for each in reasons if each), None)) is not None:
             self.recordings.refuse(why)
         return expected
+
+    @property
+    def settling(self) -> int:  # type: ignore[override]
+        return self.recordings.settling
 
     def _play(self, given: ForwardPass) -> Outcome:
         window, recordings = given.window, self.recordings

@@ -50,7 +50,7 @@ def refusal(facts: ModelFacts, execution: str, attention: str, paged: bool) -> s
     if paged and (here or not facts.sourced):
         return None
     if execution in ("compiled", "graphs"):
-        return f"execution={execution!r} was asked for; {ASK}"
+        return f"its {'layers are compiled' if execution == 'compiled' else 'passes are recorded'}; {ASK}"
     if attention == "flex":
         return f"attention='flex' was asked for; {ASK}"
     if facts.sourced:

@@ -40,7 +40,8 @@ def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape]
     depth = DEPTH if room is None else max(1, min(DEPTH, room))
     info = drafter.info
     depth = depth if info.max_depth is None else min(depth, info.max_depth)
-    if info.branches and info.auto_branches and target.chains_only is None:
+    recorded = isinstance(info.draft_model, Target) and info.draft_model.backend.warm_up > 0  # anew for every shape of a tree
+    if info.branches and info.auto_branches and target.chains_only is None and not recorded:
         known = info.calibrated
         most = NODES if known is None else max(NODES, known.nodes)
         nodes = most if room is None else max(depth, min(most, room))

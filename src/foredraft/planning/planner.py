@@ -243,6 +243,9 @@ class AutomaticPlanner(Planner):
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting = len(done.asked), done.shape.nodes > 0
+        if done.settling:
+            self._settle(rows, done)
+            return
         if drafting and count == 1 and self._as_before(rows, done):
             return
         grown = isinstance(done.shape, DynamicShape)
@@ -305,6 +308,18 @@ class AutomaticPlanner(Planner):
     def _credit(self, gain: float, plain: float) -> None:
         """Add seconds to the account, a plain round taking ``plain``."""
         self.account = max(DEBT * plain, min((self.account or 0.0) + gain, SAVINGS * plain))
+
+    def _settle(self, rows: Sequence[Row], done: Round) -> None:
+        """A round whose seconds say nothing of later ones. What was drafted was right or wrong all the same."""
+        if not done.shape.nodes:
+            return
+        behind, _ = self.forecaster.catch_up(rows, done)
+        count, levels = len(done.asked), search.widths(done.shape.truncate(max(done.asked)))
+        plain, verify = (self.costs.verify(count, (size,), done.context)[0] for size in (1, max(1.0, done.nodes)))
+        cost = verify + self.costs.draft_seconds(count, levels, behind)
+        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=None)
+        if self.forecaster.rounds(done.greedy) <= HASTY:
+            self._next, self._earliest = 0, 0.0
 
     def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""

@@ -37,6 +37,7 @@ class Round:
         static_parents, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
+        settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
     shape: TreeShape
@@ -54,6 +55,7 @@ class Round:
     paths: Sequence[Sequence[int]] = ()
     greedy: bool = True
     expected: float | None = None
+    settling: bool = False
 
 
 class Planner(ABC):
