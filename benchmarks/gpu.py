@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ RESERVE = 30  # seconds that a stage needs to be begun at all
 TESTS = 8 * 60  # seconds for the tests at most
 WORKERS = 12
 SIZES = {"0.3B": (1024, 24, 512), "6.5B": (4096, 32, 2048)}  # width and layers that python-8m is inflated to, and python-1m's width
-ROWS = {"0.3 B": (1,), "6.5 B": (1, 8)}
 NEW, PROMPTS, WARM_UPS, REPEATS = 64, 2, 2, 3
 THEIRS = "transformers"
 ASSISTED = "transformers, assistant"
@@ -139,10 +138,10 @@ def speed(size: str) -> Stage:
                         run = timed(call, batches)
                         found[name] += [run] if warm else []
             for name, (_, mine) in calls.items():
-                plain = [] if name == SAMPLED else found["plain"]
+                plain = [] if name in (SAMPLED, "plain") else found["plain"]
                 figures[f"{name}, rows: {count}"] = summary(found[name], found[THEIRS], plain, mine)
         parameters = {name: sum(each.numel() for each in model.parameters()) for name, model in (("target", target), ("draft", draft))}
-        ok = all(each["tokens_per_second"] for each in figures.values())
+        ok = all(len(each["tokens_per_second"]) == REPEATS for each in figures.values())
         return {"ok": ok, "environment": describe("cuda"), "parameters": parameters, "figures": figures}
 
     return measure
@@ -178,7 +177,7 @@ def theirs(model: Any, assistant: Any = None) -> Call:
 
 def method(name: str, target: Any, draft: Any) -> Speculator:
     how = METHODS[name]
-    return Speculator(target, **{**how, "drafter": DraftModel(draft) if how["drafter"] == "draft" else how["drafter"]})
+    return Speculator(target, reuse_prefix=False, **{**how, "drafter": DraftModel(draft) if how["drafter"] == "draft" else how["drafter"]})
 
 
 def ours(speculator: Speculator, **sampling: Any) -> Call:
@@ -220,9 +219,9 @@ def _ids(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def page(folder: Path) -> Report:
+def page(folder: Path, names: Iterable[str]) -> Report:
     """What the stages found, as a page; of a stage that failed its reason."""
-    stages = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+    stages = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in names}
     where: dict[str, Any] = next((each["environment"] for each in stages.values() if "environment" in each), {})
     packages = ", ".join(f"{name} {version}" for name, version in where.get("packages", {}).items() if version)
     notes = [
@@ -257,7 +256,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     stages: dict[str, Stage] = {"keyed-noise": noise, **{f"speed-{size}": speed(size) for size in SIZES}, "tests": tests}
     passed = run_stages(stages, folder, minutes=float(arguments[1]) if arguments[1:] else MINUTES)
-    (folder / "gpu.md").write_text(page(folder).markdown(), encoding="utf-8")
+    (folder / "gpu.md").write_text(page(folder, stages).markdown(), encoding="utf-8")
     return 0 if passed else 1
 
 

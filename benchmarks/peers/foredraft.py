@@ -16,6 +16,7 @@ class Engine:
     def __init__(self) -> None:
         self.speculators: dict[str, Any] = {}
         self.models: dict[tuple[str, str, str], Any] = {}
+        self.sources = 0  # made up so far
 
     def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
         import torch
@@ -126,7 +127,7 @@ class Engine:
     ) -> dict[str, Any]:
         """The measured cost curve, for ``rows`` rows at ``context`` tokens: seconds ``t1`` of a plain pass, ``draft`` of ``length`` tokens,
         and ``tn`` of the pass that verifies them, one after the other as in a loop; what a round takes besides is not in them. ``begin`` is
-        what a drafter does before its first draft of a text: its encoder reads the source. ``target``
+        what a drafter does before its first draft of a text: its encoder reads a source that is new to it. ``target``
         has seconds of passes by nodes per row, if ``sizes`` are asked for, where drafts do not run layers of the target: ``tn`` is then
         what is left to do. Takes ``seconds``."""
 
@@ -149,6 +150,8 @@ class Engine:
                 live = [StandIn(slot, list(text), context + length + 1, sources[slot]) for slot, text in enumerate(run.texts)]
                 for _ in range(BEGINNINGS):
                     speculator.drafter.end(live)
+                    for row in live:  # each text has a source that the draft's encoder has not read
+                        row.source = self._fresh(row.source)
                     run.timed("begin", lambda: run._begin(live))
                 how = self._sampling(speculator, live, temperature) if temperature else {}
                 draft = run._drafting(live, TreeShape.chain(length), **how)
@@ -160,6 +163,14 @@ class Engine:
             speculator.target.reset()
             speculator.drafter.reset()
         return {part: self.torch.tensor(run.times[part][run.warm_ups :]).median().item() for part in ("begin", *turn)}
+
+    def _fresh(self, source: Any) -> Any:
+        """Another source of the same size; None for none."""
+        if source is None:
+            return None
+        self.sources += 1
+        ids = self.torch.randint(3, 100, source.inputs["input_ids"].shape, generator=self.torch.Generator().manual_seed(self.sources))
+        return type(source).of(ids[0].tolist())
 
     def _sampling(self, speculator: Any, rows: list[Any], temperature: float) -> dict[str, Any]:
         """How drafts are drawn for ``rows``: as in calls with that temperature alone, and without a seed that is to be repeated."""

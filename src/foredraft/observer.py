@@ -140,7 +140,7 @@ class Observer:
         since = planned if self.drafter.info.shares_target else begin
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
             self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - since - draft - target))
-        self._compare(rows, end - begin - draft, time.perf_counter() - begin)
+        self._compare(rows, end - begin - draft, time.perf_counter() - begin, settling=self._settled() != self._settling)
 
     def _count_layers(self) -> None:
         self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
@@ -150,12 +150,14 @@ class Observer:
         self.stats.learning = self.drafter.learnt
         self.stats.speedup.settle(self.planner.plain_seconds)
 
-    def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float) -> None:
-        """A round for the speed-up: it took ``whole``, and ``seconds`` without its draft."""
+    def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float, *, settling: bool) -> None:
+        """A round for the speed-up: it took ``whole``, and ``seconds`` without its draft. One that records something is left out."""
         assert self._tree is not None
         furthest = max(row.stats.kept for row in rows)
         passes = max(0, furthest - self._furthest) if self._together else self._kept / len(rows)
         self._furthest = max(furthest, self._furthest)
+        if settling:
+            return
         if self._tree.nodes == 1:
             self.stats.speedup.plain_round(len(rows), passes, seconds, whole)
         else:
@@ -182,8 +184,8 @@ class Observer:
             paths=[line.path for line in lines] if known else (),
             greedy=sampler.greedy,
             expected=self.drafter.expected_accepted,
-            settling=self._settled() > self._settling,
+            settling=self._settled() != self._settling,
         )
 
     def _settled(self) -> int:
-        return sum(each.backend.settling for each in (self.target, self.drafter.info.draft_model) if isinstance(each, Target))
+        return sum(each.settling for each in (self.target, *self.drafter.draft_models))

@@ -107,6 +107,7 @@ class TableTarget:
         self.outgrown = False
         self.device = torch.device("cpu")
         self.passes = 0
+        self.warm_up = self.settling = 0
         self.chains_only: str | None = None
         self.ragged = self.sourced = self.counts_sources = False
         self.owner: object = None

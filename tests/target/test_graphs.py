@@ -27,6 +27,7 @@ from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
 from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.draft_loops.recorded import LoopFrame
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.several import Several
 from foredraft.logits.noise import _token_hashes
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
@@ -298,7 +299,56 @@ def test_auto_records_passes_over_pages(taped, monkeypatch):
     target = Target(of("llama"), cache_memory="64MiB")
     assert target.execution == "graphs" and isinstance(target.cache, PagedCache) and "recorded passes" in target.reasons["paged_attention"]
     xglm = Target(of("xglm"), cache_memory="64MiB")
-    assert type(xglm.backend) is Eager and isinstance(xglm.cache, PagedCache)
+    assert type(xglm.backend) is Eager and isinstance(xglm.cache, PagedCache) and "not recorded" in xglm.reasons["paged_attention"]
+
+
+class Told(FixedPlanner):
+    """Notes which rounds record something."""
+
+    learns = True
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.settling = []
+
+    def observe(self, rows, done):
+        self.settling.append(done.settling)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_planner_is_told_of_rounds_that_record_something(several, taped):
+    """Those of the target alone, and of a draft model alone, in a list too; no others."""
+    for recorded in ("target", "draft"):
+        how = {name: "graphs" if name == recorded else "eager" for name in ("target", "draft")}
+        draft = DraftModel(perturbed(), execution=how["draft"])
+        drafter = Several([draft]) if several else draft
+        speculator = Speculator(tiny(), drafter, shape="chain(3)", execution=how["target"])
+        speculator.planner = told = Told(TreeShape.chain(3))
+        for _ in range(3):
+            before, told.settling = told.settling, []
+            generate(speculator, repetitive((23,)), max_new_tokens=40, min_new_tokens=40)
+        assert any(before) and not all(before) and not any(told.settling[:-3]), (recorded, before, told.settling)
+
+
+class Full(Tape):
+    """A device without room for recordings."""
+
+    tries = 0
+
+    def capture(self, run):
+        type(self).tries += 1
+        raise torch.OutOfMemoryError
+
+
+def test_a_device_without_room_for_a_recording_makes_eager_passes(taped, monkeypatch):
+    speculator = Speculator(tiny(), "prompt-lookup", shape="chain(3)", execution="graphs")
+    monkeypatch.setattr(speculator.target.backend.recordings, "recorder", Full())
+    rows = repetitive((23, 9, 15))
+    assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny(), row, max_new_tokens=30) for row in rows]
+    tried, settling = Full.tries, speculator.target.backend.settling
+    assert tried > 0 and speculator.target.reasons.get("graphs") is None
+    generate(speculator, rows, max_new_tokens=30)
+    assert Full.tries <= 2 * tried and speculator.target.backend.settling - settling < settling
 
 
 @pytest.mark.parametrize("drafter", ["layer-skip", "draft-verify"])

@@ -88,6 +88,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
         if recorded and overrides is None:
             backend = _record(facts, execution, test, reasons, pages) or backend
+            if pages is not None and type(backend) is Eager:
+                reasons["paged_attention"] = "its passes are not recorded, and copy keys and values from their pages"
         elif execution == "auto":
             reasons["graphs"] = _why_not_recorded(facts) or "attention='flex' was asked for"
         else:

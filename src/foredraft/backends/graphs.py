@@ -33,8 +33,10 @@ from foredraft.tree import TokenTree
 PATIENCE = 2  # times that a bucket comes up before it is recorded
 TRIALS = 2  # runs of a recording that are compared with the eager pass
 MOST = 48  # recordings kept at most
+FULL = 2  # times that memory may be too short for a recording or its comparison; then it is not tried again
 TOKENS = 512  # of a recorded pass at most; beyond, arithmetic takes longer than launching it
-SPAN = 256  # shortest span; the others are its doubles
+SPAN = 256  # shortest span; the others are its doubles up to LONG, and multiples of that
+LONG = 2048
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # nodes; beyond, multiples of 32
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -89,6 +91,7 @@ class Recordings:
         self.captures = self.replays = self.settling = 0
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
+        self._full: Counter[Hashable] = Counter()  # how often memory was too short
         self._buffers: object = None
         self._ready = False
         self._hooks = hooks_of(facts.model)
@@ -130,6 +133,8 @@ class Recordings:
             return Outcome()
         self.cache.spoil(rows, filler)
         found = self._kept.get(key)
+        if self._full[key] >= FULL:
+            return Outcome()
         self.settling += found is None or found.trials < TRIALS
         if found is not None:
             self._kept.move_to_end(key)
@@ -143,6 +148,9 @@ class Recordings:
             try:
                 play, outputs = self.recorder.capture(frame.run)
                 found = Recording(frame, recorders.inputs_of(frame.run), play, outputs)
+            except torch.OutOfMemoryError:
+                self._full[key] += 1
+                return Outcome()
             except Exception as error:  # what a device or a model raises when it is recorded has no common type
                 self.refuse(failure(error))
                 return Outcome()
@@ -158,6 +166,7 @@ class Recordings:
                 return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame, trial=True)
         except torch.OutOfMemoryError:  # what is to be restored has no room beside it: tried another time
             found.trials -= 1
+            self._full[key] += 1
             return Outcome()
 
     def _keep(self, key: Hashable, made: Recording) -> None:
@@ -179,6 +188,7 @@ class Recordings:
             self._kept.clear()
             self.recorder.reset()
         self._seen.clear()
+        self._full.clear()
         self._buffers = None
 
     def read(self, features: Features | None) -> None:
@@ -215,7 +225,7 @@ class Recordings:
 
 def roomy(tokens: int) -> int:
     """A capacity for ``tokens`` that probably suffices for the next calls too: when buffers move, all recordings are lost."""
-    return max(SPAN, 1 << (tokens - 1).bit_length())
+    return max(SPAN, 1 << (tokens - 1).bit_length()) if tokens <= LONG else -(-tokens // LONG) * LONG
 
 
 def rounded(count: int, steps: Sequence[int]) -> int:
@@ -232,7 +242,9 @@ class Recorded(Eager):
         paged: how keys and values lie in pages; None if they do not.
     """
 
-    warm_up = PATIENCE + TRIALS
+    @property
+    def warm_up(self) -> int:  # type: ignore[override]
+        return PATIENCE + TRIALS if self.recordings.refused is None else 0
 
     def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder, paged: Paged | None = None):
         super().__init__(facts, None, reasons)

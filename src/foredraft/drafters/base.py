@@ -238,6 +238,11 @@ class DrafterHooks:
         return self.learnt is not None
 
     @property
+    def draft_models(self) -> Sequence[Target]:
+        """The models that it drafts with, those of its members too."""
+        return [] if self.info.draft_model is None else [self.info.draft_model]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of keys and values that it keeps beside each page of a text in the target's cache."""
         draft = self.info.draft_model

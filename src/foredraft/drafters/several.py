@@ -59,6 +59,10 @@ class Several(Drafter):
         self._parts: list[Part] = []  # of the round under way
 
     @property
+    def draft_models(self) -> list[Target]:
+        return [each for drafter in self.drafters for each in drafter.draft_models]
+
+    @property
     def learnt(self) -> dict[str, Any] | None:
         """Of each drafter that learns, by its name; a second one of that name has a 2 behind it."""
         found: dict[str, Any] = {}

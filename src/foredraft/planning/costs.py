@@ -324,8 +324,7 @@ class Measurement:
         room = 10**9 if target.trained is None else target.trained - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
-        passing = [target, drafter.info.draft_model]
-        self.warm_ups = 1 + max((each.backend.warm_up for each in passing if isinstance(each, Target)), default=0)
+        self.warm_ups = 1 + max(each.warm_up for each in (target, *drafter.draft_models))
         self._generator = torch.Generator().manual_seed(0)
         ids = self._tokens(max(self.prompt, self.longer)).tolist()
         self.texts = [line[: self.prompt] for line in ids]
@@ -350,6 +349,7 @@ class Measurement:
                 break
             for _ in range(self.warm_ups):
                 self.timed(name, call)
+            del self.times[name][:-1]  # the last stands in where there is no time for more
             begun.append(name)
         for repeat in range(REPEATS):
             for name in begun:
@@ -357,7 +357,7 @@ class Measurement:
                     return
                 self.timed(name, calls[name])
                 if repeat == 0:
-                    del self.times[name][: self.warm_ups]
+                    del self.times[name][0]
 
     def passes(self, deadline: float) -> None:
         self._open(self.texts)

@@ -40,7 +40,7 @@ def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape]
     depth = DEPTH if room is None else max(1, min(DEPTH, room))
     info = drafter.info
     depth = depth if info.max_depth is None else min(depth, info.max_depth)
-    recorded = isinstance(info.draft_model, Target) and info.draft_model.backend.warm_up > 0  # anew for every shape of a tree
+    recorded = any(each.warm_up for each in drafter.draft_models)  # anew for every shape of a tree
     if info.branches and info.auto_branches and target.chains_only is None and not recorded:
         known = info.calibrated
         most = NODES if known is None else max(NODES, known.nodes)

@@ -41,6 +41,7 @@ QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
 COLD, SLOW = 0.03, 1.5  # seconds that rounds which take so many times too long may take more before it counts: code runs for the first time
+SETTLING = 8  # rounds in a row whose seconds are left out because something is recorded; more of them are what rounds take
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 NOTHING = search.chain(0)
@@ -96,6 +97,7 @@ class AutomaticPlanner(Planner):
         self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
         self._earliest = 0.0
         self._cold = COLD
+        self._checking, self._settling = False, 0  # whether the present round is a check; rounds in a row that recorded something
         self._stalled = False  # the last round with a draft took many times as long as it should
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
@@ -149,7 +151,8 @@ class AutomaticPlanner(Planner):
         if self.forecaster.choice is not None:
             self.forecaster.choice.exits.greedy = greedy
         self._trying, self._looking, self._together, self._limits = False, False, together, None
-        if self._checks > 0:
+        self._checking = self._checks > 0
+        if self._checking:
             self._checks -= 1
             return NOTHING
         forecast = self.forecast(rows, greedy=greedy)
@@ -243,7 +246,8 @@ class AutomaticPlanner(Planner):
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting = len(done.asked), done.shape.nodes > 0
-        if done.settling:
+        self._settling = self._settling + 1 if done.settling else 0
+        if 0 < self._settling <= SETTLING:
             self._settle(rows, done)
             return
         if drafting and count == 1 and self._as_before(rows, done):
@@ -310,9 +314,12 @@ class AutomaticPlanner(Planner):
         self.account = max(DEBT * plain, min((self.account or 0.0) + gain, SAVINGS * plain))
 
     def _settle(self, rows: Sequence[Row], done: Round) -> None:
-        """A round whose seconds say nothing of later ones. What was drafted was right or wrong all the same."""
+        """A round whose seconds say nothing of later ones. What was drafted was right or wrong all the same. One that was to show what
+        passes or drafts cost is made up for."""
         if not done.shape.nodes:
+            self._checks += self._checking
             return
+        self._looks += self._looking
         behind, _ = self.forecaster.catch_up(rows, done)
         count, levels = len(done.asked), search.widths(done.shape.truncate(max(done.asked)))
         plain, verify = (self.costs.verify(count, (size,), done.context)[0] for size in (1, max(1.0, done.nodes)))

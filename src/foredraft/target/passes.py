@@ -73,6 +73,16 @@ class Passes:
         return self.backend.passes
 
     @property
+    def warm_up(self) -> int:
+        """Passes of one kind until they reach their full speed."""
+        return self.backend.warm_up
+
+    @property
+    def settling(self) -> int:
+        """How many passes so far took longer than later ones of their kind will, because they were recorded or compared."""
+        return self.backend.settling
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens cached per live row."""
         return self.cache.lengths
