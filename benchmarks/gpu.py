@@ -142,7 +142,8 @@ def speed(size: str) -> Stage:
                 figures[f"{name}, rows: {count}"] = summary(found[name], found[THEIRS], plain, mine)
         parameters = {name: sum(each.numel() for each in model.parameters()) for name, model in (("target", target), ("draft", draft))}
         ok = all(len(each["tokens_per_second"]) == REPEATS for each in figures.values())
-        return {"ok": ok, "environment": describe("cuda"), "parameters": parameters, "figures": figures}
+        reason = {} if ok else {"reason": "time ended before all turns"}
+        return {"ok": ok, **reason, "environment": describe("cuda"), "parameters": parameters, "figures": figures}
 
     return measure
 

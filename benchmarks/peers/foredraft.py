@@ -50,12 +50,11 @@ class Engine:
         reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
         file = options.get("gguf_file")
         key = checkpoint, dtype, drafter if reads else file or ""
-        if not reads and key in self.models:  # its layers are as they were first laid out
-            speculator = Speculator(self.models[key], drafter, execution="eager", **how)
+        execution = options.get("execution", "auto")
+        if not reads and key in self.models:  # on a CPU, its layers are as they were first laid out
+            speculator = Speculator(self.models[key], drafter, execution="eager" if self.device == "cpu" else execution, **how)
         else:
-            speculator = Speculator(
-                checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), gguf_file=file, **how
-            )
+            speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=execution, gguf_file=file, **how)
             self.execution = getattr(speculator.target, "execution", None)
             if not speculator.model.config.is_encoder_decoder:
                 speculator.model.generation_config.eos_token_id = None
@@ -150,8 +149,8 @@ class Engine:
                 live = [StandIn(slot, list(text), context + length + 1, sources[slot]) for slot, text in enumerate(run.texts)]
                 for _ in range(BEGINNINGS):
                     speculator.drafter.end(live)
-                    for row in live:  # each text has a source that the draft's encoder has not read
-                        row.source = self._fresh(row.source)
+                    for row in live:  # each text has a source that the draft's encoder has not read, if it has one of its own
+                        row.source = row.source if getattr(speculator.drafter, "_states", None) else self._fresh(row.source)
                     run.timed("begin", lambda: run._begin(live))
                 how = self._sampling(speculator, live, temperature) if temperature else {}
                 draft = run._drafting(live, TreeShape.chain(length), **how)

@@ -25,7 +25,7 @@ class Speedup:
     of the call if there are at least three, else those that the planner knows for this number of rows and this context.
 
     Attributes are as of the last call of :meth:`settle`, which a session makes when a row ends:
-        seconds: of all rounds, planning included.
+        seconds: of all rounds, planning included, but those in which a pass was recorded (CUDA graphs).
         plain: what the rounds without a draft would have taken without a drafter and a planner.
         replaced, low: what plain decoding would have taken in place of the rounds that drafted, and its lower 95 % bound; 0 as a bound
             where too few plain rounds ran to know. ``replaced`` is None where a plain pass was never timed.

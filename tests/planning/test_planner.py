@@ -575,6 +575,16 @@ def test_rounds_that_record_something_say_what_is_accepted_and_not_what_it_costs
     assert planner.forecaster.rounds(True) >= 6 - (not told)  # one that stalls once is passed over
 
 
+def test_a_check_in_which_something_is_recorded_is_made_up_for_once():
+    planner = AutomaticPlanner(largest_shape(branches=False), costs=known_costs(pass_=1e-2, level=1e-3), budget=0, clock=lambda: 0.0)
+    planner._checks = 1
+    for plans in (True, False, False):  # no plan is made for rows that all have guesses
+        shape = planner.plan([row(50)], greedy=True) if plans else TreeShape.chain(0)
+        assert shape.nodes == 0
+        planner.observe([row(50)], Round(shape, [0], [()], [0], 1, 50, 0.0, 0.6, 1e-12, split=False, settling=True))
+    assert planner._checks == 1
+
+
 def test_a_draft_model_that_is_recorded_makes_chains(monkeypatch):
     drafter, target = DraftModel(perturbed()), Target(tiny())
     drafter.bind(target)

@@ -129,12 +129,10 @@ class Recordings:
             make, load: makes a frame, and copies the inputs of this pass into it.
             rows, span: of the cache, that it writes to; rows beyond the live ones lose what they hold from slot ``filler`` on.
         """
-        if not self.ready:
+        if not self.ready or self._full[key] >= FULL:
             return Outcome()
         self.cache.spoil(rows, filler)
         found = self._kept.get(key)
-        if self._full[key] >= FULL:
-            return Outcome()
         self.settling += found is None or found.trials < TRIALS
         if found is not None:
             self._kept.move_to_end(key)
@@ -150,6 +148,8 @@ class Recordings:
                 found = Recording(frame, recorders.inputs_of(frame.run), play, outputs)
             except torch.OutOfMemoryError:
                 self._full[key] += 1
+                if not self._kept:
+                    self.recorder.reset()
                 return Outcome()
             except Exception as error:  # what a device or a model raises when it is recorded has no common type
                 self.refuse(failure(error))
@@ -167,6 +167,8 @@ class Recordings:
         except torch.OutOfMemoryError:  # what is to be restored has no room beside it: tried another time
             found.trials -= 1
             self._full[key] += 1
+            if self._full[key] >= FULL:
+                del self._kept[key]
             return Outcome()
 
     def _keep(self, key: Hashable, made: Recording) -> None:

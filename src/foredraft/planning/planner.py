@@ -318,6 +318,7 @@ class AutomaticPlanner(Planner):
         passes or drafts cost is made up for."""
         if not done.shape.nodes:
             self._checks += self._checking
+            self._checking = False
             return
         self._looks += self._looking
         behind, _ = self.forecaster.catch_up(rows, done)
