@@ -48,6 +48,7 @@ def test_skipped_tests_have_not_passed(skipped, tmp_path, monkeypatch):
     lines += ["    pytest.skip('needs a GPU')" if skipped else "    pass"]
     (tmp_path / "test_them.py").write_text("\n".join(lines) + "\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu, "WORKERS", 1)
     assert gpu.tests(60)["ok"] != skipped
 
 
