@@ -88,7 +88,7 @@ def capped(limit: float) -> Callable[..., Tensor]:
 def compiled_kernel() -> Callable[..., Any]:
     """One per process. Every shape is a variant of it, so their number must not run into torch's limit of eight."""
     known = inspect.signature(torch.compile).parameters
-    if "recompile_limit" not in known:  # torch 2.11 and older
+    if "recompile_limit" not in known:  # torch 2.11 has it not, 2.13 has
         return torch._dynamo.config.patch(recompile_limit=RECOMPILES)(torch.compile(kernel, dynamic=False, fullgraph=True))
     options: dict[str, Any] = {"recompile_limit": RECOMPILES, "isolate_recompiles": True}
     return torch.compile(kernel, dynamic=False, fullgraph=True, **options)
