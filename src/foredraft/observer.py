@@ -62,7 +62,7 @@ class Observer:
         self._tree: TokenTree | None = None
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
-        self._on_gpu, self._together, self._settling = False, True, 0
+        self._on_gpu, self._together, self._unsettled = False, True, 0
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Observer:
     def begin(self, *, together: bool = True) -> None:
         """``together``: no rows join those of the round before they are done."""
         self._times, self._together = [time.perf_counter()], together
-        self._settling = self._settled()
+        self._unsettled = self._count_unsettled()
 
     def planned(self, request: DraftRequest | None, sampler: Sampler) -> None:
         self._request, self._sampler = request, sampler
@@ -140,7 +140,7 @@ class Observer:
         since = planned if self.drafter.info.shares_target else begin
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
             self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - since - draft - target))
-        self._compare(rows, end - begin - draft, time.perf_counter() - begin, settling=self._settled() != self._settling)
+        self._compare(rows, end - begin - draft, time.perf_counter() - begin)
 
     def _count_layers(self) -> None:
         self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
@@ -150,13 +150,13 @@ class Observer:
         self.stats.learning = self.drafter.learnt
         self.stats.speedup.settle(self.planner.plain_seconds)
 
-    def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float, *, settling: bool) -> None:
+    def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float) -> None:
         """A round for the speed-up: it took ``whole``, and ``seconds`` without its draft. One that records something is left out."""
         assert self._tree is not None
         furthest = max(row.stats.kept for row in rows)
         passes = max(0, furthest - self._furthest) if self._together else self._kept / len(rows)
         self._furthest = max(furthest, self._furthest)
-        if settling:
+        if self._settling:
             return
         if self._tree.nodes == 1:
             self.stats.speedup.plain_round(len(rows), passes, seconds, whole)
@@ -184,8 +184,13 @@ class Observer:
             paths=[line.path for line in lines] if known else (),
             greedy=sampler.greedy,
             expected=self.drafter.expected_accepted,
-            settling=self._settled() != self._settling,
+            settling=self._settling,
         )
 
-    def _settled(self) -> int:
+    @property
+    def _settling(self) -> bool:
+        """Something was recorded in this round, or a recording was compared."""
+        return self._count_unsettled() != self._unsettled
+
+    def _count_unsettled(self) -> int:
         return sum(each.settling for each in (self.target, *self.drafter.draft_models))

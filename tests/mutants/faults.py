@@ -636,7 +636,7 @@ FAULTS = [
     Fault("client.py", '    raise ServerError("the stream ended without [DONE]")\n', "", SERVER),
     Fault("report.py", "if any(not check.reproducibility for check in faults):", "if faults:", SERVER),
     # the planner is not told that something was recorded; drafts of members; memory that is too short is tried for ever
-    Fault("observer.py", "            settling=self._settled() != self._settling,", "            settling=False,", GRAPHS),
+    Fault("observer.py", "            settling=self._settling,", "            settling=False,", GRAPHS),
     Fault("observer.py", "(self.target, *self.drafter.draft_models)", "(self.target,)", GRAPHS),
     Fault("graphs.py", "        if self._full[key] >= FULL:\n", "        if False:\n", GRAPHS),
     Fault("graphs.py", "        self.settling += found is None or found.trials < TRIALS\n", "        self.settling += 1\n", GRAPHS),

@@ -144,6 +144,11 @@ def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
     assert target.backend.recordings.replays >= 240 - 3 * WARM and target.backend.recordings.refused is None
 
 
+def test_capacities_are_doubles_and_then_multiples():
+    """Doubles would take up to twice the memory behind long texts."""
+    assert [graphs_module.roomy(tokens) for tokens in (1, 256, 257, 2048, 2049, 4097)] == [256, 256, 512, 2048, 4096, 6144]
+
+
 @torch.inference_mode()
 def test_buffers_that_move_take_the_recordings_along(taped):
     """A row joins, for which the buffers are enlarged, and leaves again: what is asked for is the bucket that was recorded before."""

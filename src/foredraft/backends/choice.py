@@ -74,7 +74,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         raise UnsupportedModelError(
             f"{describe(facts.model)} has weights in torchao's {type(odd).__name__}, which no CPU multiplies. Foredraft reads {READ}"
         )
-    recorded = execution == "graphs" or (execution == "auto" and attention != "flex" and _why_not_recorded(facts) is None)
+    why_not_recorded = ENCODER if facts.sourced else graphs.refusal(facts)
+    recorded = execution == "graphs" or (execution == "auto" and attention != "flex" and why_not_recorded is None)
     pages = _pages_of_other_ways(facts, "graphs" if recorded else execution, attention, test, reasons) if paged else None
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, pages)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
@@ -91,7 +92,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             if pages is not None and type(backend) is Eager:
                 reasons["paged_attention"] = "its passes are not recorded, and copy keys and values from their pages"
         elif execution == "auto":
-            reasons["graphs"] = _why_not_recorded(facts) or "attention='flex' was asked for"
+            reasons["graphs"] = why_not_recorded or "attention='flex' was asked for"
         else:
             reasons["graphs"] = f"execution={execution!r} was asked for"
         if attention == "flex":
@@ -242,13 +243,9 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
-def _why_not_recorded(facts: ModelFacts) -> str | None:
-    return ENCODER if facts.sourced else graphs.refusal(facts)
-
-
 def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], pages: Paged | None) -> Backend | None:
     """Recorded passes, if they can be had."""
-    why, made = _why_not_recorded(facts), recorder.recorder_for(facts.device)
+    why, made = graphs.refusal(facts), recorder.recorder_for(facts.device)  # the self-test may have found something
     if why is None and made is not None:
         recorded = graphs.Recorded(facts, reasons, made, pages)
         why = graphs.graph_test(recorded) if test else None

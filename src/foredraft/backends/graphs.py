@@ -244,10 +244,6 @@ class Recorded(Eager):
         paged: how keys and values lie in pages; None if they do not.
     """
 
-    @property
-    def warm_up(self) -> int:  # type: ignore[override]
-        return PATIENCE + TRIALS if self.recordings.refused is None else 0
-
     def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder, paged: Paged | None = None):
         super().__init__(facts, None, reasons)
         if paged is not None:
@@ -273,6 +269,10 @@ class Recorded(Eager):
         if (why := next((each for each in reasons if each), None)) is not None:
             self.recordings.refuse(why)
         return expected
+
+    @property
+    def warm_up(self) -> int:  # type: ignore[override]
+        return PATIENCE + TRIALS if self.recordings.refused is None else 0
 
     @property
     def settling(self) -> int:  # type: ignore[override]

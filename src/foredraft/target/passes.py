@@ -208,7 +208,7 @@ class Passes:
             raise UnsupportedModelError(
                 f"the decoder layers of {describe(self.model)}, which has an encoder, are not run in part yet; use another drafter"
             )
-        if not isinstance(self.backend, Eager) or type(self.backend) not in (Eager, Recorded) or self.chains_only:
+        if not (type(self.backend) is Eager or isinstance(self.backend, Recorded)) or self.chains_only:
             passes = f"{type(self.backend).__name__} makes whole passes; use execution='auto' and attention='auto', or another drafter"
             why = f"{self.chains_only}; use another drafter" if self.chains_only else passes
             raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}")
