@@ -157,7 +157,7 @@ def test_greedy_decoding_draws_nothing():
 
 class StopsAtTheFirstFailure(Block):
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        P = survival(chain_ratios(tree, p, q))
+        P = survival(chain_ratios(tree.tokens, p, q))
         drafted = tree.drafted[:, None]
         index = torch.arange(1, tree.nodes, device=p.device)[None]
         passes = noise.accept(torch.where(index <= drafted, chances(P, p, q, drafted), 0))
@@ -193,7 +193,7 @@ class SharesNoise(Block):
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         verdict = super().compare(tree, p, q, noise)
-        P, accepted = survival(chain_ratios(tree, p, q)), verdict.accepted
+        P, accepted = survival(chain_ratios(tree.tokens, p, q)), verdict.accepted
         left = residual(P.gather(1, accepted[:, None]) * at_node(p, accepted), at_node(q, accepted))
         left = torch.where((accepted < tree.drafted)[:, None], left, at_node(p, accepted))
         return replace(verdict, next_token=noise.race(left[:, None], accepted[:, None])[:, 0])

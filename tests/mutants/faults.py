@@ -31,6 +31,7 @@ def place(fault: Fault) -> Path | str:
 
 TREE = ("tests/test_tree.py",)
 RULES = ("tests/verification/test_rules_enumerated.py",)
+RULE_KERNELS = ("tests/verification/test_rule_kernels.py",)
 TREE_RULES = ("tests/verification/test_tree_rules.py",)
 MATCH = ("tests/verification/test_match.py", "tests/verification/test_rules_enumerated.py")
 NOISE = ("tests/logits/test_noise.py", "tests/logits/test_keyed.py")
@@ -114,9 +115,15 @@ FAULTS = [
     Fault("tree.py", "if (parent >= node or parent < 0)", "if (parent > node or parent < 0)", (*TREE, "tests/test_shapes.py")),
     # -- rules
     Fault("rejection.py", "kept.cumprod(1).sum(1)", "kept.sum(1)", RULES),
-    Fault("rejection.py", "left_of(p_at, q_at), p_at)", "p_at, p_at)", RULES),
+    Fault("ratios.py", "residual(scaled, q_at), p_at)", "p_at, p_at)", RULES),
     Fault("block.py", "P.append((P[-1] * ratio).clamp(max=1))", "P.append(ratio.clamp(max=1))", RULES),
-    Fault("block.py", "residual(kept * p_at, q_at)", "residual(p_at, q_at)", RULES),
+    Fault("ratios.py", "scaled = p_at if scale is None else scale[:, None] * p_at", "scaled = p_at", RULES),
+    Fault("rules.h", "survival = kept < 1.0f ? kept : 1.0f;", "survival = kept;", RULE_KERNELS),
+    Fault("rules.h", "if (node == drafted) chance = survival;", "", RULE_KERNELS),
+    Fault("rules.h", "Z / (Z + (1.0f - survival))", "Z / (Z + 1.0f)", RULE_KERNELS),
+    Fault("rules.h", "q + row * j->apart;", "q + row * most * j->width;", RULE_KERNELS),
+    Fault("rules.h", "const int whole = node >= drafted[row];", "const int whole = node >= nodes - 1;", RULE_KERNELS),
+    Fault("rules.h", "width, out) > 0.0f))", "width, out) >= 0.0f))", RULE_KERNELS),
     Fault("block.py", "return torch.where(index == drafted, P[:, 1:], h)", "return h", RULES),
     Fault("ratios.py", "left = (p - q).clamp(min=0)", "left = (p - q).abs()", RULES),
     Fault("ratios.py", "self.minus_q.scatter_(1, x, torch.where(rejected", "self.minus_q.scatter(1, x, torch.where(rejected", TREE_RULES),
@@ -185,9 +192,9 @@ FAULTS = [
     ),
     Fault("noise.py", "bits.mul_(high | 1)", "bits.mul_(1)", NOISE),
     Fault("noise.py", "(positions + offsets).view(np.uint64) * GOLDEN", "(positions + offsets).view(np.uint64)", NOISE),
-    Fault("growth.h", "#define CLEAR 4e-6f ", "#define CLEAR 0.0f ", NOISE),
-    Fault("growth.h", "most >= SMALLEST && ", "", NOISE),
-    Fault("growth.h", "beaten = f32_max(beaten, f32_pick(better, ratio, best));", "beaten = f32_max(beaten, ratio);", NOISE),
+    Fault("rules.h", "#define CLEAR 4e-6f ", "#define CLEAR 0.0f ", NOISE),
+    Fault("rules.h", "most >= SMALLEST && ", "", NOISE),
+    Fault("rules.h", "beaten = f32_max(beaten, f32_pick(better, ratio, best));", "beaten = f32_max(beaten, ratio);", NOISE),
     Fault("outcome.py", "and finite(scores, logits, sampler)", "", ("tests/test_host_paths.py",)),
     Fault("packing.py", "if not kind.encoder or agrees(product, layers[0]):", "if True:", ("tests/target/test_packing.py",)),
     Fault("packing.py", "expected = layer.forward(x)", "expected = layer(x)", ("tests/target/test_packing.py",)),

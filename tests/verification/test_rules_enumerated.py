@@ -269,24 +269,24 @@ def test_a_drawn_token_that_is_dropped_is_seen_by_rejection_and_harmless_to_matc
     assert match.error(drafter=Tampering(match.drafter(), drop_the_last_when(2))) < EXACT
 
 
-def residual_is_p(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
-    return p[torch.arange(tree.rows), accepted]
+def residual_is_p(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+    return p[torch.arange(len(p)), accepted]
 
 
-def residual_of_the_root(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
-    return rejection_residual(tree, p, q, torch.zeros_like(accepted))
+def residual_of_the_root(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+    return weights_after(p, q, torch.zeros_like(accepted), drafted)
 
 
-def residual_one_too_deep(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
-    return rejection_residual(tree, p, q, (accepted + 1).clamp(max=tree.nodes - 1))
+def residual_one_too_deep(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+    return weights_after(p, q, (accepted + 1).clamp(max=p.shape[1] - 1), drafted)
 
 
-def residual_without_bonus(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+def residual_without_bonus(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
     """[p - q]+ even where the chain ended without a rejection."""
-    return rejection_residual(replace(tree, valid=None), p, q, accepted)
+    return weights_after(p, q, accepted, torch.full_like(drafted, p.shape[1] - 1))
 
 
-rejection_residual = rejection_module.residual
+weights_after = rejection_module.after
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ rejection_residual = rejection_module.residual
     ],
 )
 def test_a_wrong_residual_is_seen(monkeypatch: pytest.MonkeyPatch, fault, case: Case, amount: float):
-    monkeypatch.setattr(rejection_module, "residual", fault)
+    monkeypatch.setattr(rejection_module, "after", fault)
     assert case.error() > amount
 
 

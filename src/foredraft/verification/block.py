@@ -11,13 +11,18 @@ Conditions: those of ``rejection``; q must be the whole distribution at every no
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
-from foredraft.verification.ratios import ComparesWithQ, at_node, chain_ratios, residual, safe_ratio
+from foredraft.verification.ratios import ComparesWithQ, after, chain_ratios, for_kernels, safe_ratio
+
+kernel: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+"""Once kernels are loaded, :func:`foredraft.backends.native.blocks` by these."""
 
 
 class Block(ComparesWithQ):
@@ -27,15 +32,21 @@ class Block(ComparesWithQ):
     chains_only = True
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        P = survival(chain_ratios(tree, p, q))  # [R, γ + 1]
-        drafted = tree.drafted[:, None]
-        index = torch.arange(1, tree.nodes, device=p.device)[None]  # [1, γ]
-        passes = noise.accept(torch.where(index <= drafted, chances(P, p, q, drafted), 0))
-        accepted = (passes * index).amax(1)  # the last that passed, not the first that failed
-        kept = P.gather(1, accepted[:, None])
-        p_at, q_at = at_node(p, accepted), at_node(q, accepted)
-        left = torch.where(accepted[:, None] < drafted, residual(kept * p_at, q_at), p_at)
+        drafted = tree.drafted
+        P, h = judged(tree.tokens, drafted, p, q)
+        passes = noise.accept(h) * torch.arange(1, tree.nodes, device=p.device)
+        accepted = passes.amax(1)  # the last that passed, not the first that failed
+        left = after(p, q, accepted, drafted, P.gather(1, accepted[:, None])[:, 0])
         return Verdict(tree.depths, accepted, noise.draw(left, Purpose.RESIDUAL))
+
+
+def judged(tokens: Tensor, drafted: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, γ + 1]`` P_0 … P_γ and ``[R, γ]`` h_1 … h_γ, which is 0 where a row ``drafted`` ``[R]`` less."""
+    if kernel is not None and for_kernels(p, q):
+        return kernel(tokens, drafted, p, q)
+    P = survival(chain_ratios(tokens, p, q))
+    index = torch.arange(1, tokens.shape[1], device=p.device)
+    return P, torch.where(index <= drafted[:, None], chances(P, p, q, drafted[:, None]), 0)
 
 
 def survival(ratios: Tensor) -> Tensor:

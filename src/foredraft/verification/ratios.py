@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from foredraft.logits.noise import Purpose, Randomness
+from foredraft.logits.noise import Purpose, Randomness, on_host
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification.base import Rule, Verdict
 
@@ -27,6 +28,15 @@ class ComparesWithQ(Rule):
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         """Verdict for a tree that was drafted, with ``q`` ``[R, M, V]`` at its first M nodes (a chain: all but the leaf)."""
         raise TypeError(f"{type(self).__name__} must define compare(tree, p, q, noise)")
+
+
+kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+"""Once kernels are loaded, :func:`foredraft.backends.native.residuals` by these."""
+
+
+def for_kernels(p: Tensor, q: Tensor) -> bool:
+    """Whether kernels can compare ``p`` with ``q``."""
+    return on_host(p) and p.dtype == q.dtype == torch.float32
 
 
 def any_row(rows: Tensor) -> bool:
@@ -50,9 +60,9 @@ def at_node(values: Tensor, node: Tensor) -> Tensor:
     return values.gather(1, index)[:, 0]
 
 
-def chain_ratios(tree: TokenTree, p: Tensor, q: Tensor) -> Tensor:
-    """``[R, γ]`` p(x) / q(x) of a chain's drafted tokens; 0 where q(x) is 0, which a drawn token never has."""
-    drafted = tree.tokens[:, 1:, None]
+def chain_ratios(tokens: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """``[R, γ]`` p(x) / q(x) of the drafted ones of ``tokens`` ``[R, γ + 1]``; 0 where q(x) is 0, which a drawn token never has."""
+    drafted = tokens[:, 1:, None]
     p_x, q_x = p[:, :-1].gather(2, drafted)[..., 0], q.gather(2, drafted)[..., 0]
     return torch.where(q_x > 0, safe_ratio(p_x, q_x), torch.zeros_like(p_x))
 
@@ -64,6 +74,16 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     left = (p - q).clamp(min=0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+
+
+def after(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``[R, V]`` weights of the token that follows the first ``accepted`` ``[R]`` tokens of chains: p after all that were ``drafted``
+    ``[R]``, else [scale p - q]+ with ``scale`` ``[R]``, 1 if it is left out."""
+    if kernel is not None and for_kernels(p, q):
+        return kernel(p, q, accepted, drafted, torch.ones(len(p), device="cpu") if scale is None else scale)
+    p_at, q_at = at_node(p, accepted), at_node(q, accepted)
+    scaled = p_at if scale is None else scale[:, None] * p_at
+    return torch.where((accepted < drafted)[:, None], residual(scaled, q_at), p_at)
 
 
 @dataclass(eq=False)

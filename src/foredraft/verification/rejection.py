@@ -10,14 +10,12 @@ A row that drafted greedily has a one-hot q; with a one-hot p (greedy decoding) 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
-from foredraft.verification.ratios import ComparesWithQ, at_node, chain_ratios
-from foredraft.verification.ratios import residual as left_of
+from foredraft.verification.ratios import ComparesWithQ, after, chain_ratios
 
 
 class Rejection(ComparesWithQ):
@@ -27,14 +25,8 @@ class Rejection(ComparesWithQ):
     chains_only = True
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        kept = noise.accept(chain_ratios(tree, p, q))  # u < p/q, strictly
+        kept = noise.accept(chain_ratios(tree.tokens, p, q))  # u < p/q, strictly
         if tree.valid is not None:
             kept = kept & tree.valid[:, 1:]
         accepted = kept.cumprod(1).sum(1)
-        return Verdict(tree.depths, accepted, noise.draw(residual(tree, p, q, accepted), Purpose.RESIDUAL))
-
-
-def residual(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
-    """``[R, V]`` weights of the token after the accepted prefix: [p - q]+ after a rejection, p after a whole chain."""
-    p_at, q_at = at_node(p, accepted), at_node(q, accepted)
-    return torch.where((accepted < tree.drafted)[:, None], left_of(p_at, q_at), p_at)
+        return Verdict(tree.depths, accepted, noise.draw(after(p, q, accepted, tree.drafted), Purpose.RESIDUAL))

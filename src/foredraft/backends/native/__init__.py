@@ -29,6 +29,7 @@ from torch import Tensor
 from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 from foredraft.logits import noise
+from foredraft.verification import block, ratios
 
 SOURCE = Path(__file__).with_name("layer.c")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
@@ -329,6 +330,9 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
+    kernels.blocks.argtypes = [*[pointer] * 4, *[size] * 4, pointer, pointer, number]
+    kernels.residuals.argtypes = [*[pointer] * 5, *[size] * 4, pointer]
+    kernels.blocks.restype = kernels.residuals.restype = None
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None
@@ -340,6 +344,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     if noise.kernel is None:
         noise.kernel = partial(race, kernels)
+        block.kernel, ratios.kernel = partial(blocks, kernels), partial(residuals, kernels)
     return kernels
 
 
@@ -415,6 +420,31 @@ def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -
     where = (each.data_ptr() for each in (weights, words, hashes))
     kernels.race(*where, *weights.shape, out.data_ptr(), min(torch.get_num_threads(), len(weights)))
     return out
+
+
+def blocks(kernels: ctypes.CDLL, tokens: Tensor, drafted: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, N]`` P_0 … and ``[R, N - 1]`` h_1 … as :mod:`foredraft.verification.block` has them, for chains of ``tokens`` ``[R, N]``."""
+    (p, q), (rows, nodes, width) = _lines(p, q), p.shape
+    tokens, drafted = tokens.contiguous(), drafted.contiguous()
+    survival, chances = torch.empty(rows, nodes, device="cpu"), torch.empty(rows, nodes - 1, device="cpu")
+    where = (each.data_ptr() for each in (p, q, tokens, drafted))
+    sizes = rows, nodes, width, q.stride(0), survival.data_ptr(), chances.data_ptr()
+    kernels.blocks(*where, *sizes, min(torch.get_num_threads(), rows * (nodes - 1)))
+    return survival, chances
+
+
+def residuals(kernels: ctypes.CDLL, p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor) -> Tensor:
+    """``[R, V]`` as :func:`foredraft.verification.ratios.after` has them."""
+    (p, q), (rows, nodes, width) = _lines(p, q), p.shape
+    out = torch.empty(rows, width, device="cpu")
+    where = [each.contiguous() for each in (scale, accepted, drafted)]  # held until the call is over
+    kernels.residuals(p.data_ptr(), q.data_ptr(), *(each.data_ptr() for each in where), rows, nodes, width, q.stride(0), out.data_ptr())
+    return out
+
+
+def _lines(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as kernels read them: the nodes of a row behind each other, in q with others behind them perhaps."""
+    return p.contiguous(), q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
 def scratch(size: int) -> int:

@@ -1,4 +1,4 @@
-/* Draft trees that are grown in one call, the largest logits of a line, and races of keyed noise; layer.c includes this. */
+/* Draft trees that are grown in one call, and the largest logits of a line; layer.c includes this. */
 
 /* What an EAGLE-3 head has besides a decoder of one layer. A step reads the embedding of a token and the hidden state of the step before; the
  * first steps of a round read the fused features of the target. */
@@ -540,51 +540,4 @@ static void do_largest(Worker *w, const void *job) {
  * no larger than the k-th so far costs one comparison. */
 void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, float *logs, int threads) {
     together(threads, do_largest, &(Largest){x, lines, width, stride, k, out, logs});
-}
-
-/* -- races ------------------------------------------------------------------------------------------------------------- */
-
-#define CLEAR 4e-6f /* relative distance of two quotients above which their order does not depend on how the noise was rounded */
-#define SMALLEST 1e-30f /* quotient that is surely not rounded more coarsely, as those near 1e-38 are */
-
-typedef struct {
-    const float *weights;
-    const uint64_t *words;
-    const int32_t *hashes;
-    int64_t lines, width;
-    int64_t *out;
-} Race;
-
-static void do_race(Worker *w, const void *job) {
-    const Race *j = job;
-    const f32 none = f32_of(-1.0f);
-    for (int l = first(w, j->lines); l >= 0; l = next(w)) {
-        const float *weights = j->weights + l * j->width;
-        f32 best = none, beaten = none, sum = f32_zero();
-        i32 which = i32_zero(), index = i32_count();
-        for (int64_t x = 0; x < j->width; x += 16) {
-            const lanes there = j->width - x >= 16 ? 0xffff : (1u << (j->width - x)) - 1;
-            const f32 weight = f32_load_some(there, weights + x);
-            const f32 ratio = f32_pick(there, none, f32_div(weight, noise(i32_load_some(there, j->hashes + x), j->words[l])));
-            const lanes better = f32_less(best, ratio);
-            beaten = f32_max(beaten, f32_pick(better, ratio, best));
-            best = f32_pick(better, best, ratio);
-            which = i32_pick(better, which, index);
-            index = i32_add(index, i32_of(16));
-            sum = f32_add(sum, weight);
-        }
-        const float most = f32_most(best);
-        const lanes winner = f32_equal(best, f32_of(most));
-        const float second = f32_most(f32_max(beaten, f32_pick(winner, best, none)));
-        const int clear = !(winner & (winner - 1)) && most >= SMALLEST && second < most - CLEAR * most;
-        const int sound = f32_sum(sum) < __builtin_inff(); /* not of NaN */
-        if (mine(w)) j->out[l] = clear && sound ? i32_least_of(winner, which) : -1;
-    }
-}
-
-/* The winners of `lines` races of `width` tokens, as `_computed` of noise.py has them, into out [lines]: the largest of weights [lines, width]
- * over noise, which follows from words [lines] and hashes [width]. -1 where two are so close that rounding decides, where all weights are
- * almost nothing, and where one is infinite or NaN. */
-void race(const float *weights, const uint64_t *words, const int32_t *hashes, int64_t lines, int64_t width, int64_t *out, int threads) {
-    together(threads, do_race, &(Race){weights, words, hashes, lines, width, out});
 }
