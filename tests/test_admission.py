@@ -175,6 +175,11 @@ def test_what_was_read_ahead_is_not_read_again(drafter, monkeypatch):
         rounds += 1
     wanted = 300 + 4 if drafter == "none" else 300 + 4 + 4 * 2  # a head needs the last state of a piece again, and drafts one token
     assert rounds == 5 and speculator.target.layer_tokens[0] - before == wanted  # four pieces and rounds, and the rest
+    assert (session.stats.prompt_tokens, session.stats.reused) == (310, 0)  # a piece that was read is no reuse
+    session.add(list(range(100)) * 3, RowParameters(max_new_tokens=1))
+    while session.waiting:
+        session.step()
+    assert session.stats.prompt_tokens == 610 and 256 <= session.stats.reused < 300
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

@@ -182,6 +182,8 @@ class Loop:
         scored, sources, isolations = rows[0].scored, [row.source for row in rows], [row.isolation for row in rows]
         unread = unread if scored is None else max(unread, len(texts[0]) - scored)
         self.target.open(texts, reserve=reserve, sources=sources, isolations=isolations, unread=unread)
+        for row, reused in zip(rows, self.target.lengths[first:]):
+            self.observer.stats.count_prompt(row.stats, row.prompt_length, reused)
         if scored is None:
             return self.target.prefill(prompts, first=first, given=[row.prompt_length for row in rows])
         return self.target.prefill_scored(prompts[0], rows[0].score_prompt, row=first)

@@ -14,7 +14,8 @@ from foredraft.speedup import Speedup
 
 @dataclass(repr=False)
 class RowStats(Described):
-    """Counts of one row. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs."""
+    """Counts of one row. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs. ``reused``: the tokens of its
+    prompt whose keys and values the cache held already, so that they were not computed again; None before the prompt was read."""
 
     passes: int = 0
     tokens: int = 0
@@ -23,9 +24,10 @@ class RowStats(Described):
     accepted: int = 0
     finish_reason: str | None = None
     token_times: list[float] = field(default_factory=list)
+    reused: int | None = None
 
     def facts(self, *, all: bool = False) -> dict[str, Any]:
-        names = ("tokens", "passes", "kept", "drafted", "accepted", "finish_reason")
+        names = ("tokens", "passes", "kept", "drafted", "accepted", "reused", "finish_reason")
         return {name: getattr(self, name) for name in (names if all else ("tokens", "passes", "finish_reason"))}
 
     @property
@@ -71,6 +73,7 @@ class Stats(Described):
     Attributes:
         target_passes: forward passes of the target, prefill included.
         row_passes: row-passes after the prefill.
+        prompt_tokens: tokens of the prompts; ``reused`` those whose keys and values the cache held already.
         new_tokens: tokens returned, over all rows, the prefill's included.
         kept: tokens returned out of row-passes.
         drafted: proposed tokens; ``drafted_by_depth[d]`` those at depth d + 1.
@@ -95,6 +98,8 @@ class Stats(Described):
 
     target_passes: int = 0
     row_passes: int = 0
+    prompt_tokens: int = 0
+    reused: int = 0
     new_tokens: int = 0
     kept: int = 0
     drafted: int = 0
@@ -156,6 +161,13 @@ class Stats(Described):
         known = self.seconds["prefill"] + self.seconds["draft"] + self.seconds["target"] + self.seconds.get("planning", 0.0)
         self.seconds["overhead"] = now - known
         return now
+
+    def count_prompt(self, row: RowStats, tokens: int, reused: int) -> None:
+        """Add a row's prompt, once: it may be read in pieces, and again after the row was set aside."""
+        if row.reused is None:
+            row.reused = reused
+            self.prompt_tokens += tokens
+            self.reused += reused
 
     def count(self, row: RowStats, *, kept: int, drafted: Sequence[int], accepted: int, counted: bool) -> None:
         """Add what a row gained: ``kept`` tokens, of which ``accepted`` were among those ``drafted`` at each depth. ``counted`` says that

@@ -195,6 +195,7 @@ FAULTS = [
     Fault("rules.h", "#define CLEAR 4e-6f ", "#define CLEAR 0.0f ", NOISE),
     Fault("rules.h", "most >= SMALLEST && ", "", NOISE),
     Fault("rules.h", "beaten = f32_max(beaten, f32_pick(better, ratio, best));", "beaten = f32_max(beaten, ratio);", NOISE),
+    Fault("stats.py", "if row.reused is None:", "if True:", ("tests/test_admission.py",)),
     Fault("outcome.py", "and finite(scores, logits, sampler)", "", ("tests/test_host_paths.py",)),
     Fault("packing.py", "if not kind.encoder or agrees(product, layers[0]):", "if True:", ("tests/target/test_packing.py",)),
     Fault("packing.py", "expected = layer.forward(x)", "expected = layer(x)", ("tests/target/test_packing.py",)),

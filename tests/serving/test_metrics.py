@@ -27,6 +27,7 @@ from foredraft.serving.queue import Live, Waiting
 
 VLLM = [  # what vLLM's dashboards, vllm.benchmarks.serve and AIPerf read, https://docs.vllm.ai/en/latest/usage/metrics.html
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "prompt_tokens_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("generation_tokens_total", "request_success_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 ]
@@ -77,6 +78,8 @@ def test_names_labels_and_sums():
             return found[name][tuple(sorted(labels.items()))]
 
         assert one("vllm:prompt_tokens_total") == 4 * (3 + 1) + 1 + 1
+        assert one("vllm:prefix_cache_queries_total") == one("vllm:prompt_tokens_total")
+        assert one("vllm:prefix_cache_hits_total") == stats.reused == 0  # probability tables keep nothing
         assert one("vllm:generation_tokens_total") == stats.new_tokens >= 4 * (9 + 1) + 3
         assert {reason: one("vllm:request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")} == {
             "stop": 0, "length": 9, "abort": 1, "error": 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases import needs_kernels
@@ -87,10 +89,20 @@ def test_distributions_in_float64_are_compared_by_tensor_operations():
     assert block.judged(tree.tokens, tree.drafted, p.double(), tree.q.double())[0].dtype == torch.float64
 
 
-def test_the_results_are_on_the_cpu_whatever_the_default_device_is():
+def test_the_results_follow_neither_the_default_device_nor_the_default_dtype():
     tree, p = drafts(40)
     assert tree.q is not None
-    expected = block.judged(tree.tokens, tree.drafted, p, tree.q)
-    with torch.device("meta"):
-        found = block.judged(tree.tokens, tree.drafted, p, tree.q)
+
+    def computed() -> list[Tensor]:
+        assert tree.q is not None
+        return [*block.judged(tree.tokens, tree.drafted, p, tree.q), ratios.after(p, tree.q, tree.drafted - 1, tree.drafted)]
+
+    tree = replace(tree, valid=None)
+    expected, before = computed(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = computed()
+    finally:
+        torch.set_default_dtype(before)
     assert all(map(torch.equal, found, expected))

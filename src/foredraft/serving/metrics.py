@@ -138,6 +138,8 @@ class Metrics:
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that rows hold; 0 without a limit", usage)
         yield self._count("vllm:num_preemptions", "How often a row was set aside because pages ran out", self.session.admission.set_aside)
         yield self._count("vllm:prompt_tokens", "Tokens of prompts", self.prompt_tokens)
+        yield self._count("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the cache", stats.prompt_tokens)
+        yield self._count("vllm:prefix_cache_hits", "Tokens of prompts that the cache held", stats.reused)
         yield self._count("vllm:generation_tokens", "Tokens that requests got", stats.new_tokens)
         yield self._counts("vllm:request_success", "Requests that are over", "finished_reason", dict(self.finished))
         yield self._count("vllm:spec_decode_num_drafts", "Drafts: rounds of a row with at least one drafted token", self.drafts)

@@ -80,7 +80,7 @@ def after(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor
     """``[R, V]`` weights of the token that follows the first ``accepted`` ``[R]`` tokens of chains: p after all that were ``drafted``
     ``[R]``, else [scale p - q]+ with ``scale`` ``[R]``, 1 if it is left out."""
     if kernel is not None and for_kernels(p, q):
-        return kernel(p, q, accepted, drafted, torch.ones(len(p), device="cpu") if scale is None else scale)
+        return kernel(p, q, accepted, drafted, torch.ones_like(p[:, 0, 0]) if scale is None else scale)
     p_at, q_at = at_node(p, accepted), at_node(q, accepted)
     scaled = p_at if scale is None else scale[:, None] * p_at
     return torch.where((accepted < drafted)[:, None], residual(scaled, q_at), p_at)

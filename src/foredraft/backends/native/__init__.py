@@ -426,7 +426,7 @@ def blocks(kernels: ctypes.CDLL, tokens: Tensor, drafted: Tensor, p: Tensor, q: 
     """``[R, N]`` P_0 … and ``[R, N - 1]`` h_1 … as :mod:`foredraft.verification.block` has them, for chains of ``tokens`` ``[R, N]``."""
     (p, q), (rows, nodes, width) = _lines(p, q), p.shape
     tokens, drafted = tokens.contiguous(), drafted.contiguous()
-    survival, chances = torch.empty(rows, nodes, device="cpu"), torch.empty(rows, nodes - 1, device="cpu")
+    survival, chances = (torch.empty(rows, count, dtype=torch.float32, device="cpu") for count in (nodes, nodes - 1))
     where = (each.data_ptr() for each in (p, q, tokens, drafted))
     sizes = rows, nodes, width, q.stride(0), survival.data_ptr(), chances.data_ptr()
     kernels.blocks(*where, *sizes, min(torch.get_num_threads(), rows * (nodes - 1)))
@@ -436,7 +436,7 @@ def blocks(kernels: ctypes.CDLL, tokens: Tensor, drafted: Tensor, p: Tensor, q: 
 def residuals(kernels: ctypes.CDLL, p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor) -> Tensor:
     """``[R, V]`` as :func:`foredraft.verification.ratios.after` has them."""
     (p, q), (rows, nodes, width) = _lines(p, q), p.shape
-    out = torch.empty(rows, width, device="cpu")
+    out = torch.empty(rows, width, dtype=torch.float32, device="cpu")
     where = [each.contiguous() for each in (scale, accepted, drafted)]  # held until the call is over
     kernels.residuals(p.data_ptr(), q.data_ptr(), *(each.data_ptr() for each in where), rows, nodes, width, q.stride(0), out.data_ptr())
     return out
