@@ -17,12 +17,12 @@
 
 #define BLOCKS 4 /* blocks of 16 outputs in a tile */
 #define TOKENS 6 /* tokens in a micro-kernel */
-#define FEW 3 /* up to so many tokens, reading the weights takes all the time */
 /* Register blocking: the sums of TOGETHER(n) blocks for n tokens fit into registers, and those of ASIDE blocks for WIDE tokens. */
 #ifdef __AVX512F__
 #define TOGETHER(n) BLOCKS
 #define ASIDE (BLOCKS / 2)
 #define WIDE 12
+#define FEW(kind) ((kind) == EIGHTS ? 3 : TOKENS) /* up to so many tokens, the hardware prefetches weights well enough by itself */
 #ifdef BF16
 #define WIDEST(kind) WIDE
 #else
@@ -32,6 +32,7 @@
 #define TOGETHER(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? 2 : 1)
 #define ASIDE 1
 #define WIDE 6
+#define FEW(kind) 3
 #define WIDEST(kind) WIDE
 #endif
 #define VALUES 0 /* kinds of weights: the model's dtype; */

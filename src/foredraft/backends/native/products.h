@@ -119,7 +119,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
 static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(1) }
 static void further_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(0) }
 
-/* BLOCKS * 16 outputs from o on, of FEW < T <= SOME tokens */
+/* BLOCKS * 16 outputs from o on, of FEW(kind) < T <= SOME tokens */
 static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
     const int wide = WIDEST(m->kind), rounds = (T + wide - 1) / wide, each = (T + rounds - 1) / rounds;
     for (int end = o + BLOCKS * 16; o < end; o += ASIDE * 16, y += ASIDE * 16) {
@@ -244,7 +244,7 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     for (int t = 0; T > WIDE && t < T; t += MANY) many_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, T - t < MANY ? T - t : MANY, K, WIDTH, after);
     if (T > WIDE) return;
 #endif
-    if (T > FEW && T <= SOME)
+    if (T > FEW(m->kind) && T <= SOME)
         wide_tokens(m, o, x, out, T, K, WIDTH);
     else if (T > SOME && T <= MANY)
         many_tokens(m, o, x, out, T, K, WIDTH, after);
