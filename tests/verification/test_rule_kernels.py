@@ -42,6 +42,15 @@ def by_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ratios, "kernel", None)
 
 
+def judged(tree: TokenTree, p: Tensor, q: Tensor) -> list[Tensor]:
+    """All that kernels compute of chains: P and h, and the weights of the next token wherever the rows end."""
+    P, h = block.judged(tree.tokens, tree.drafted, p, q)
+    ends = [tree.drafted.clamp(max=end) for end in range(tree.nodes)]
+    scales = P.clamp(min=0.1)  # no row ends where P is 0
+    left = [ratios.after(p, q, end, tree.drafted, by) for end in ends for by in (None, scales.gather(1, end[:, None])[:, 0])]
+    return [P, h, *left]
+
+
 @pytest.mark.parametrize("vocab_size", [2, 15, 16, 33, 5000])
 @pytest.mark.parametrize("spare", [0, 1])
 def test_kernels_judge_chains_as_tensor_operations_do(vocab_size: int, spare: int, monkeypatch: pytest.MonkeyPatch):
@@ -106,3 +115,64 @@ def test_the_results_follow_neither_the_default_device_nor_the_default_dtype():
     finally:
         torch.set_default_dtype(before)
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_token_that_p_makes_impossible_ends_all_chances_behind_it(monkeypatch: pytest.MonkeyPatch):
+    """NaN is behind it where the token was one that the target cannot read: nothing there may be kept."""
+    tree, p = drafts(40)
+    tokens = tree.tokens
+    assert tree.q is not None
+    for row, node in ((0, 1), (1, 0), (3, 3)):
+        p[row, node, tokens[row, node + 1]] = 0
+        p[row, node + 1 :] = torch.nan
+    p[0, 0, tokens[0, 1] - 1] = torch.nan  # one of many
+    found = judged(tree, p, tree.q)
+    by_tensors(monkeypatch)
+    torch.testing.assert_close(found, judged(tree, p, tree.q), rtol=1e-4, atol=1e-6, equal_nan=True)
+    P, h = found[:2]
+    assert not P[0, 2:].any() and not h[0, 1:].any() and not P[1, 1:].any() and not h[1].any()
+
+
+def test_quotients_that_are_too_large_or_nothing(monkeypatch: pytest.MonkeyPatch):
+    """A q that is almost 0, one that is 0, and a token beyond the vocabulary, which stands where nothing was drafted."""
+    tree, p = drafts(40)
+    assert tree.q is not None
+    q, tokens = tree.q.clone(), tree.tokens.clone()
+    p[0, 0, tokens[0, 1]], p[0, 1, tokens[0, 2]], q[0, 1, tokens[0, 2]] = 0, 0.5, 1e-44
+    q[1, 0, tokens[1, 1]] = 0
+    p[4, 0, tokens[4, 1]] = p[4, 0, 39] = p[2, 1, 0] = 0.5
+    q[3, 0, tokens[3, 1]] = 1e-44
+    found = judged(tree, p, q)
+    assert torch.equal(found[0][0, 1:], torch.zeros(5)) and not found[0][1, 1:].any() and float(found[0][3, 1]) == 1
+    assert float(found[0][4, 1]) > 0
+    tokens[4, 2:], tokens[2, 1:] = -1, 40
+    P, h = block.judged(tokens, tree.drafted, p, q)
+    assert torch.equal(h, found[1]) and not P[4, 2:].any() and not P[2, 1:].any()
+    by_tensors(monkeypatch)
+    torch.testing.assert_close(found, judged(tree, p, q), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_layout_and_the_threads_change_nothing(threads: int):
+    tree, p = drafts(33)
+    assert tree.q is not None
+    q = tree.q[:, :1].expand(-1, NODES - 1, -1)  # the same at every node
+    expected, before = judged(tree, p, q.contiguous()), torch.get_num_threads()
+    wide = torch.full((ROWS, NODES, 50), 7.0)
+    wide[..., 5:38] = p
+    wide_q = torch.full((ROWS, NODES + 1, 50), 7.0)
+    wide_q[:, : NODES - 1, 2:35] = q
+    turned = tree.tokens.t().contiguous().t()
+    torch.set_num_threads(threads)
+    try:
+        for given in (q, q.contiguous(), wide_q[:, :, 2:35], wide_q[:, : NODES - 1, 2:35]):
+            found = judged(replace(tree, tokens=turned), wide[..., 5:38], given)
+            assert all(map(torch.equal, found, expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spoil", [lambda q: q[..., :-1], lambda q: q[:, :-1], lambda q: q[:-1], lambda q: q.to("meta")])
+def test_kernels_do_not_read_beyond_q(spoil):
+    tree, p = drafts(33)
+    assert tree.q is not None and ratios.for_kernels(p, tree.q) and not ratios.for_kernels(p, spoil(tree.q))

@@ -35,8 +35,9 @@ kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 def for_kernels(p: Tensor, q: Tensor) -> bool:
-    """Whether kernels can compare ``p`` with ``q``."""
-    return on_host(p) and p.dtype == q.dtype == torch.float32
+    """Whether kernels can compare ``p`` ``[R, N, V]`` with ``q`` at all nodes but one, or more of them."""
+    (rows, nodes, width), plain = p.shape, on_host(p) and q.device == p.device and p.dtype == q.dtype == torch.float32
+    return plain and (q.shape[0], q.shape[2]) == (rows, width) and q.shape[1] >= nodes - 1
 
 
 def any_row(rows: Tensor) -> bool:

@@ -1,6 +1,8 @@
 /* What verification computes over the whole vocabulary: races of keyed noise, and what the target's p has more than the draft's q. layer.c
  * includes this. */
 
+#include <float.h>
+
 /* -- races ------------------------------------------------------------------------------------------------------------- */
 
 #define CLEAR 4e-6f /* relative distance of two quotients above which their order does not depend on how the noise was rounded */
@@ -50,13 +52,13 @@ void race(const float *weights, const uint64_t *words, const int32_t *hashes, in
 
 /* -- p against q --------------------------------------------------------------------------------------------------------- */
 
-/* The sum of [scale p - q]+ over `width` tokens, which go into `out` unless it is null. */
+/* The sum of [scale p - q]+ over `width` tokens, which go into `out` unless it is null; NaN if one is. */
 static float excess(const float *p, const float *q, float scale, int64_t width, float *out) {
     f32 sum = f32_zero();
     for (int64_t x = 0; x < width; x += 16) {
         const lanes there = width - x >= 16 ? 0xffff : (1u << (width - x)) - 1;
         const f32 scaled = f32_mul(f32_load_some(there, p + x), f32_of(scale));
-        const f32 more = f32_max(f32_sub(scaled, f32_load_some(there, q + x)), f32_zero());
+        const f32 more = f32_max(f32_zero(), f32_sub(scaled, f32_load_some(there, q + x))); /* x86 keeps NaN on the right */
         if (out) f32_store_some(out + x, there, more);
         sum = f32_add(sum, more);
     }
@@ -79,8 +81,8 @@ static void do_blocks(Worker *w, const void *job) {
         float survival = 1.0f, chance = 0.0f;
         for (int64_t i = 0; i < node; i++) {
             const int64_t token = j->tokens[row * j->nodes + i + 1], x = i * j->width + token;
-            const int drawn = 0 <= token && token < j->width && q[x] > 0.0f;
-            const float kept = drawn ? survival * (p[x] / q[x]) : 0.0f;
+            const int both = 0 <= token && token < j->width && q[x] > 0.0f && p[x] > 0.0f; /* not where p is NaN */
+            const float kept = both ? survival * (p[x] / (q[x] > FLT_MIN ? q[x] : FLT_MIN)) : 0.0f;
             survival = kept < 1.0f ? kept : 1.0f;
         }
         if (node == drafted) chance = survival;
