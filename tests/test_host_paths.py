@@ -11,7 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from cover import by_turns
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
@@ -28,6 +28,7 @@ from foredraft.models.masks import MaskBuilder, MaskInputs
 from foredraft.outcome import outcome_of
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.tree import TokenTree, reach, reach_on_host
+from foredraft.verification import create
 from foredraft.verification.match import Greedy, Match
 
 VOCAB = 5
@@ -171,6 +172,34 @@ def test_a_sampled_walk(tree: TokenTree, sampled: list[bool], data: st.DataObjec
     assert_judged_alike(ours, theirs)
     at_fault = any(line.broken or line.outside or any(line.faults) for line in theirs.rows)
     assert any(each is ours for each in quick) or at_fault or odd is not None
+
+
+@often
+@given(trees() | trees(faulty=True), st.sampled_from(["rejection", "block", "multi-candidate", "traversal"]), st.data())
+def test_a_verdict_of_a_rule_that_compares_with_q(tree: TokenTree, name: str, data: st.DataObject):
+    """Now and then a q is no distribution, which only counts where something was drafted from it."""
+    rule, seed = create(name), data.draw(st.integers(0, 1 << 20))
+    assume(tree.chain or not rule.chains_only)
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.softmax(torch.randn(tree.rows, tree.nodes, VOCAB, generator=generator), -1)
+    if spoilt := data.draw(st.booleans()):
+        q[torch.rand(q.shape[:2], generator=generator) < 0.2] *= 1.5
+    tree = replace(tree, q=q)
+    logits = torch.randn(tree.rows, tree.nodes, VOCAB, generator=generator)
+    sampler = sampler_of(tree.rows, (True,) * 3, seed)
+    theirs = outcome.decide(rule, afresh(tree), logits, sampler)
+    with pytest.MonkeyPatch().context() as patched:
+        quick = []
+        patched.setattr(outcome, "outcome_of", lambda *given: quick.append(outcome_of(*given)) or quick[-1])
+        ours = outcome.decide(rule, tree, logits, sampler)
+    for mine, other in zip(ours.rows, theirs.rows, strict=True):
+        assert (mine.outside, mine.broken, list(mine.drafted)) == (other.outside, other.broken, list(other.drafted))
+        assert mine.outside or mine.broken or (mine.accepted, mine.bonus) == (other.accepted, other.bonus)
+        kept = min(mine.accepted, other.accepted) + 1
+        assert list(mine.path[:kept]) == list(other.path[:kept]) and list(mine.tokens[:kept]) == list(other.tokens[:kept])
+    at_fault = any(line.broken or line.outside for line in theirs.rows)
+    assert any(each is ours for each in quick) or at_fault
+    assert spoilt or not any(line.broken for line in theirs.rows) or not tree.known_well_formed
 
 
 def test_of_equal_siblings_the_one_that_leads_deeper_is_walked(monkeypatch: pytest.MonkeyPatch):

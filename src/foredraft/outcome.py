@@ -82,7 +82,8 @@ def decide(
     inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # faults are reported, not read
     failures: Failures = {}
     scores = sampler.scores(logits, inside, failures=failures)
-    if brief and not failures and (sampler.greedy or type(rule) is Match) and finite(scores, logits, sampler):
+    sound = brief and not failures and finite(scores, logits, sampler)
+    if sound and (sampler.greedy or type(rule) is Match):
         with one_thread(scores):
             if sampler.noise is None:
                 choices: Greedy | Keyed = Greedy(scores)
@@ -91,10 +92,19 @@ def decide(
             outcome = on_host(tree, choices, logits.shape[-1])
         if outcome is not None:
             return outcome
+    uses_q = rule.needs_q and not sampler.greedy
     with one_thread(scores):
         verdict, best = verify(rule, inside, scores, sampler)
+        if uses_q and tree.q is not None and verdict.wrong_q is None:
+            verdict = replace(verdict, wrong_q=inside.wrong_q.any(1))
+        if sound and (verdict.wrong_q is None or not bool(verdict.wrong_q.any())):
+            last = verdict.accepted if tree.chain else verdict.path.gather(1, verdict.accepted[:, None])[:, 0]
+            outcome = outcome_of(tree, HostRows.of(tree), Ends(last.tolist(), verdict.next_token.tolist()), logits.shape[-1])
+            if outcome is not None:
+                return outcome
+        best = scores.amax(-1) if best is None else best
         best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
-        rows = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
+        rows = to_host(tree, inside, verdict, best)
         logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
     if failures:
         rows = [with_failures(line, index, failures) for index, line in enumerate(rows)]
@@ -150,16 +160,16 @@ def outcome_of(tree: TokenTree, rows: HostRows, ends: Ends, vocab_size: int) -> 
     return Outcome(outcomes, None if tree.chain else torch.tensor(paths))
 
 
-def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:
-    """The verdict, and ``[R, N]`` the largest score of each node."""
+def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor | None]:
+    """The verdict, and ``[R, N]`` the largest score of each node, where it is known without another look."""
     if sampler.greedy:
         choices = Greedy(scores)
         return match(tree, choices), choices.best
     assert sampler.noise is not None
-    return rule.verify(tree, sampler.distribution(scores), sampler.noise), scores.amax(-1)
+    return rule.verify(tree, sampler.distribution(scores), sampler.noise), None
 
 
-def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, *, uses_q: bool) -> list[RowOutcome]:
+def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor) -> list[RowOutcome]:
     """``verdict`` on ``inside``, which is ``tree`` made safe, with the largest raw and processed scores ``best`` ``[R, N, 2]``; these
     tell NaN, infinity and empty support."""
     tokens = tree.tokens
@@ -167,8 +177,8 @@ def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, 
     if tree.valid is not None:
         outside = outside & tree.valid
     broken = tree.malformed
-    if uses_q and tree.q is not None:
-        broken = broken | inside.wrong_q.any(1)
+    if verdict.wrong_q is not None:
+        broken = broken | verdict.wrong_q
     raw, processed = best.unbind(-1)
     over = processed.isnan() | (processed == float("inf"))
     faults = raw.isnan() * NAN + raw.isinf() * INFINITE + processed.isneginf() * EMPTY + over * OVERFLOW  # [R, N]

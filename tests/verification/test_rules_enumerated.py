@@ -36,9 +36,8 @@ from foredraft.testing import (
     plain_law,
 )
 from foredraft.tree import Proposal, TokenTree
-from foredraft.verification import Rule, create, names
+from foredraft.verification import Rule, create, names, ratios
 from foredraft.verification import match as match_module
-from foredraft.verification import rejection as rejection_module
 
 EXACT = 1e-9
 PROMPT = [0, 1]
@@ -269,24 +268,24 @@ def test_a_drawn_token_that_is_dropped_is_seen_by_rejection_and_harmless_to_matc
     assert match.error(drafter=Tampering(match.drafter(), drop_the_last_when(2))) < EXACT
 
 
-def residual_is_p(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+def residual_is_p(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: None) -> Tensor:
     return p[torch.arange(len(p)), accepted]
 
 
-def residual_of_the_root(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+def residual_of_the_root(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: None) -> Tensor:
     return weights_after(p, q, torch.zeros_like(accepted), drafted)
 
 
-def residual_one_too_deep(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+def residual_one_too_deep(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: None) -> Tensor:
     return weights_after(p, q, (accepted + 1).clamp(max=p.shape[1] - 1), drafted)
 
 
-def residual_without_bonus(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor) -> Tensor:
+def residual_without_bonus(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: None) -> Tensor:
     """[p - q]+ even where the chain ended without a rejection."""
     return weights_after(p, q, accepted, torch.full_like(drafted, p.shape[1] - 1))
 
 
-weights_after = rejection_module.after
+weights_after = ratios.after
 
 
 @pytest.mark.parametrize(
@@ -299,7 +298,7 @@ weights_after = rejection_module.after
     ],
 )
 def test_a_wrong_residual_is_seen(monkeypatch: pytest.MonkeyPatch, fault, case: Case, amount: float):
-    monkeypatch.setattr(rejection_module, "after", fault)
+    monkeypatch.setattr(ratios, "after", fault)
     assert case.error() > amount
 
 

@@ -25,11 +25,13 @@ class Verdict:
         path: ``[R, D]`` int64 node indices, the root first, D the height of the tree plus 1; entries after ``accepted`` mean nothing.
         accepted: ``[R]`` int64 number of drafted tokens kept, 0 to D - 1.
         next_token: ``[R]`` int64 the target's own token that follows the path.
+        wrong_q: ``[R]`` bool, whether q is no distribution where it should be; None where the rule did not look.
     """
 
     path: Tensor
     accepted: Tensor
     next_token: Tensor
+    wrong_q: Tensor | None = None
 
 
 class Rule(Described):

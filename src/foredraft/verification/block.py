@@ -11,42 +11,25 @@ Conditions: those of ``rejection``; q must be the whole distribution at every no
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from foredraft.logits.noise import Purpose, Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.tree import TokenTree
-from foredraft.verification.base import Verdict
-from foredraft.verification.ratios import ComparesWithQ, after, chain_ratios, for_kernels, safe_ratio
-
-kernel: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-"""Once kernels are loaded, :func:`foredraft.backends.native.blocks` by these."""
+from foredraft.verification.ratios import ComparesChains, chain_ratios, safe_ratio
 
 
-class Block(ComparesWithQ):
+class Block(ComparesChains):
     name = "block"
     summary = "judges the whole draft; accepts at least as much as rejection on average; exact for sampled chains"
-    proposals = ("iid",)
-    chains_only = True
+    blocks = True
 
-    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        drafted = tree.drafted
-        P, h = judged(tree.tokens, drafted, p, q)
-        passes = noise.accept(h) * torch.arange(1, tree.nodes, device=p.device)
-        accepted = passes.amax(1)  # the last that passed, not the first that failed
-        left = after(p, q, accepted, drafted, P.gather(1, accepted[:, None])[:, 0])
-        return Verdict(tree.depths, accepted, noise.draw(left, Purpose.RESIDUAL))
-
-
-def judged(tokens: Tensor, drafted: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R, γ + 1]`` P_0 … P_γ and ``[R, γ]`` h_1 … h_γ, which is 0 where a row ``drafted`` ``[R]`` less."""
-    if kernel is not None and for_kernels(p, q):
-        return kernel(tokens, drafted, p, q)
-    P = survival(chain_ratios(tokens, p, q))
-    index = torch.arange(1, tokens.shape[1], device=p.device)
-    return P, torch.where(index <= drafted[:, None], chances(P, p, q, drafted[:, None]), 0)
+    def judge(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> tuple[Tensor, Tensor]:
+        index, drafted = torch.arange(1, tree.nodes, device=p.device), tree.drafted[:, None]
+        P = survival(chain_ratios(tree.tokens, p, q))
+        h = torch.where(index <= drafted, chances(P, p, q, drafted), 0)
+        accepted = (noise.accept(h) * index).amax(1)  # the last that passed, not the first that failed
+        return accepted, P.gather(1, accepted[:, None])[:, 0]
 
 
 def survival(ratios: Tensor) -> Tensor:

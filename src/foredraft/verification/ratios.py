@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from foredraft.logits.noise import Purpose, Randomness, on_host
+from foredraft.logits.noise import Noise, Purpose, Randomness, on_host
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification.base import Rule, Verdict
 
@@ -30,8 +31,38 @@ class ComparesWithQ(Rule):
         raise TypeError(f"{type(self).__name__} must define compare(tree, p, q, noise)")
 
 
-kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
-"""Once kernels are loaded, :func:`foredraft.backends.native.residuals` by these."""
+class ComparesChains(ComparesWithQ):
+    """Base of such rules for sampled chains; a subclass writes :meth:`judge`.
+
+    Attributes:
+        blocks: whether kernels judge a chain at once, as :mod:`foredraft.verification.block` has it, or token by token.
+    """
+
+    proposals = ("iid",)
+    chains_only = True
+    blocks: ClassVar[bool]
+
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        wrong = None
+        if kernel is not None and type(noise) is Noise and for_kernels(p, q):
+            accepted, following, wrong, P = kernel(tree.tokens, tree.drafted, p, q, noise, self.blocks)
+            if not any_row(following < 0):
+                return Verdict(tree.depths, accepted, following, wrong.any(1))
+            scale = torch.nn.functional.pad(P, (1, 0), value=1.0).gather(1, accepted[:, None])[:, 0] if self.blocks else None
+        else:
+            accepted, scale = self.judge(tree, p, q, noise)
+        drawn = noise.draw(after(p, q, accepted, tree.drafted, scale), Purpose.RESIDUAL)
+        if wrong is None:
+            return Verdict(tree.depths, accepted, drawn)
+        return Verdict(tree.depths, accepted, torch.where(following < 0, drawn, following), wrong.any(1))
+
+    def judge(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> tuple[Tensor, Tensor | None]:
+        """``[R]`` tokens kept, and ``[R]`` what scales p in the weights of the token after them, as :func:`after` takes it."""
+        raise TypeError(f"{type(self).__name__} must define judge(tree, p, q, noise)")
+
+
+kernel: Callable[[Tensor, Tensor, Tensor, Tensor, Noise, bool], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+"""Once kernels are loaded, :func:`foredraft.backends.native.chains` by these."""
 
 
 def for_kernels(p: Tensor, q: Tensor) -> bool:
@@ -80,8 +111,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def after(p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor | None = None) -> Tensor:
     """``[R, V]`` weights of the token that follows the first ``accepted`` ``[R]`` tokens of chains: p after all that were ``drafted``
     ``[R]``, else [scale p - q]+ with ``scale`` ``[R]``, 1 if it is left out."""
-    if kernel is not None and for_kernels(p, q):
-        return kernel(p, q, accepted, drafted, torch.ones_like(p[:, 0, 0]) if scale is None else scale)
     p_at, q_at = at_node(p, accepted), at_node(q, accepted)
     scaled = p_at if scale is None else scale[:, None] * p_at
     return torch.where((accepted < drafted)[:, None], residual(scaled, q_at), p_at)

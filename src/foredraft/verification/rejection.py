@@ -12,21 +12,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foredraft.logits.noise import Purpose, Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.tree import TokenTree
-from foredraft.verification.base import Verdict
-from foredraft.verification.ratios import ComparesWithQ, after, chain_ratios
+from foredraft.verification.ratios import ComparesChains, chain_ratios
 
 
-class Rejection(ComparesWithQ):
+class Rejection(ComparesChains):
     name = "rejection"
     summary = "accepts with probability min(1, p/q), else samples from the residual; exact for sampled chains"
-    proposals = ("iid",)
-    chains_only = True
+    blocks = False
 
-    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+    def judge(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> tuple[Tensor, None]:
         kept = noise.accept(chain_ratios(tree.tokens, p, q))  # u < p/q, strictly
         if tree.valid is not None:
             kept = kept & tree.valid[:, 1:]
-        accepted = kept.cumprod(1).sum(1)
-        return Verdict(tree.depths, accepted, noise.draw(after(p, q, accepted, tree.drafted), Purpose.RESIDUAL))
+        return kept.cumprod(1).sum(1), None

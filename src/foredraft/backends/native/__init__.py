@@ -29,7 +29,7 @@ from torch import Tensor
 from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 from foredraft.logits import noise
-from foredraft.verification import block, ratios
+from foredraft.verification import ratios
 
 SOURCE = Path(__file__).with_name("layer.c")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
@@ -193,6 +193,16 @@ class Draws(ctypes.Structure):
     )
 
 
+class Chains(ctypes.Structure):
+    """``Chains`` of ``rules.h``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("p", "q", "tokens", "drafted", "keys", "positions", "hashes")]
+        + [(name, ctypes.c_int64) for name in ("rows", "nodes", "width", "apart", "blocks")]
+        + [(name, ctypes.c_void_p) for name in ("survival", "chances", "wrong", "accepted", "chosen")]
+    )
+
+
 class Lists(ctypes.Structure):
     """``Lists`` of ``growth.h``."""
 
@@ -330,9 +340,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
-    kernels.blocks.argtypes = [*[pointer] * 4, *[size] * 4, pointer, pointer, number]
-    kernels.residuals.argtypes = [*[pointer] * 5, *[size] * 4, pointer]
-    kernels.blocks.restype = kernels.residuals.restype = None
+    kernels.chains.argtypes, kernels.chains.restype = [ctypes.POINTER(Chains), number], None
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None
@@ -344,7 +352,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     if noise.kernel is None:
         noise.kernel = partial(race, kernels)
-        block.kernel, ratios.kernel = partial(blocks, kernels), partial(residuals, kernels)
+        ratios.kernel = partial(chains, kernels)
     return kernels
 
 
@@ -422,29 +430,22 @@ def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -
     return out
 
 
-def blocks(kernels: ctypes.CDLL, tokens: Tensor, drafted: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R, N]`` P_0 … and ``[R, N - 1]`` h_1 … as :mod:`foredraft.verification.block` has them, for chains of ``tokens`` ``[R, N]``."""
-    (p, q), (rows, nodes, width) = _lines(p, q), p.shape
-    tokens, drafted = tokens.contiguous(), drafted.contiguous()
-    survival, chances = (torch.empty(rows, count, dtype=torch.float32, device="cpu") for count in (nodes, nodes - 1))
-    where = (each.data_ptr() for each in (p, q, tokens, drafted))
-    sizes = rows, nodes, width, q.stride(0), survival.data_ptr(), chances.data_ptr()
-    kernels.blocks(*where, *sizes, min(torch.get_num_threads(), rows * (nodes - 1)))
-    return survival, chances
-
-
-def residuals(kernels: ctypes.CDLL, p: Tensor, q: Tensor, accepted: Tensor, drafted: Tensor, scale: Tensor) -> Tensor:
-    """``[R, V]`` as :func:`foredraft.verification.ratios.after` has them."""
-    (p, q), (rows, nodes, width) = _lines(p, q), p.shape
-    out = torch.empty(rows, width, dtype=torch.float32, device="cpu")
-    where = [each.contiguous() for each in (scale, accepted, drafted)]  # held until the call is over
-    kernels.residuals(p.data_ptr(), q.data_ptr(), *(each.data_ptr() for each in where), rows, nodes, width, q.stride(0), out.data_ptr())
-    return out
-
-
-def _lines(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as kernels read them: the nodes of a row behind each other, in q with others behind them perhaps."""
-    return p.contiguous(), q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
+def chains(
+    kernels: ctypes.CDLL, tokens: Tensor, drafted: Tensor, p: Tensor, q: Tensor, drawn: noise.Noise, blocks: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How chains of ``tokens`` ``[R, N]`` end, by ``blocks`` or token by token: ``[R]`` how many are accepted; ``[R]`` the next token,
+    -1 where rounding decides; ``[R, N - 1]`` whether q is no distribution; ``[R, N - 1]`` P_1 … of :mod:`foredraft.verification.block`."""
+    (rows, nodes, width), q_lines = p.shape, q.stride(2) == 1 and q.stride(1) == q.shape[2]
+    q = q if q_lines else q.contiguous()  # other nodes may lie behind those of a row
+    given = [p.contiguous(), q, *(each.contiguous() for each in (tokens, drafted, drawn.keys, drawn.positions)), drawn.hashes(width)]
+    edges = rows * (nodes - 1)
+    found = torch.empty(2 * rows + edges, dtype=torch.int64, device="cpu")
+    chances = torch.empty(2 * edges, dtype=torch.float32, device="cpu")
+    at, here = found.data_ptr(), chances.data_ptr()
+    made = here, here + 4 * edges, at + 16 * rows, at, at + 8 * rows
+    job = Chains(*(each.data_ptr() for each in given), rows, nodes, width, q.stride(0), blocks, *made)
+    kernels.chains(job, min(torch.get_num_threads(), edges))
+    return found[:rows], found[rows : 2 * rows], found[2 * rows :].view(rows, -1), chances[:edges].view(rows, -1)
 
 
 def scratch(size: int) -> int:
