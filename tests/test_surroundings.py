@@ -25,6 +25,7 @@ from foredraft.backends.native_growth import Draws
 from foredraft.backends.products import NATIVE, ONEDNN, Product
 from foredraft.errors import notice
 from foredraft.logits.penalties import LogitBias
+from foredraft.logits.processors import Warping
 
 ROWS = repetitive((23, 9, 15))
 GREEDY = {"max_new_tokens": 14, "pad_token_id": PAD, "do_sample": False}
@@ -69,7 +70,7 @@ def narrow():
 def test_kernels_get_all_the_scratch_they_write_to_under_another_default_dtype(narrow):
     layer, about = native.Layer(hidden=64, inner=96, heads=4, key_heads=2, size=32), native.Pass(threads=2)
     native.make_room_for_segments(about, layer, 3, 4 * native.KEY_SEGMENT)
-    draws = Draws(torch.zeros(2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), 1.0)
+    draws = Draws(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32), [Warping()])
     scratch = NativePass().room(layer, torch.zeros(3, 64, dtype=torch.float32), 3, 2)[-1]
     assert {each.dtype for each in (about.sums, draws.q, scratch)} == {torch.float32}
     logits = torch.arange(60, dtype=torch.float32).view(3, 20)

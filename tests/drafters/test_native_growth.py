@@ -7,17 +7,21 @@ import weakref
 
 import pytest
 import torch
+import transformers as hf
 from cover import covered
 from helpers import generate
 from kernel_cases import DTYPES, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
-from foredraft import ConfigurationError, Speculator, TreeShape
+from foredraft import ConfigurationError, RowParameters, Speculator, TreeShape
 from foredraft.backends import native
-from foredraft.backends.native_growth import MISSED, MOST_KEPT, NativeGrowth, laid_out
+from foredraft.backends.native_growth import MISSED, MOST_KEPT, Draws, NativeGrowth, laid_out, readable
+from foredraft.drafters import growth
 from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.growth import UNSEEN
+from foredraft.logits.noise import Noise
+from foredraft.logits.processors import Pipeline, Warping
 from foredraft.shapes import DynamicShape
 from foredraft.target import Target
 
@@ -28,6 +32,12 @@ SHAPES = [
     "dynamic(depth=1,k=4,total=4)", "opt(total=10,depth=6,delta=0.05)", "opt(total=10,depth=6,delta=0.2,floor=0.05,k=3)", PRICED,
 ]  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+@pytest.fixture
+def no_draws(monkeypatch):
+    """Drafts that are made level by level are drawn by tensor operations."""
+    monkeypatch.setattr(growth, "draws_for", lambda request: None)
 
 
 def speculators(shape, dtype, name="llama", draft="qwen2", **options):
@@ -89,7 +99,7 @@ def test_the_same_trees_round_by_round(shape, dtype, drafts):
         ("block", torch.float32, 3, {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
     ],
 )
-def test_drawn_chains_are_those_that_are_drawn_level_by_level(rule, dtype, length, how, drafts):
+def test_drawn_chains_are_those_that_are_drawn_level_by_level(rule, dtype, length, how, drafts, no_draws):
     """A wrong word of noise, or a distribution of another temperature, shows in the tokens; in bfloat16 near ties may fall either way."""
     seen, kernel = drafts
     how = {"max_new_tokens": 32, "do_sample": True, "seed": 5, **how}
@@ -103,6 +113,93 @@ def test_drawn_chains_are_those_that_are_drawn_level_by_level(rule, dtype, lengt
         assert first == second and trees == seen
     else:
         assert sum(a == b for a, b in zip(trees, seen)) > 0.6 * len(trees)
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("rejection", torch.float32), ("match", torch.float32), ("block", torch.bfloat16)])
+def test_chains_of_several_rows_are_drawn_as_tensor_operations_draw_them(rule, dtype, monkeypatch):
+    """Rows of other temperatures and limits; the q handed on is that of the draft's logits."""
+    drafter, trees = DraftModel(build("qwen2", dtype), execution="native"), []
+    speculator = Speculator(build("llama", dtype), drafter=drafter, shape="chain(4)", rule=rule)
+    draft = drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda request: trees.append(draft(request)) or trees[-1])
+    used, draws = [], growth.draws_for
+    ways = {"kernel": lambda request: used.append(draws(request)) or used[-1], "tensors": lambda request: None}
+    warpers = [
+        [hf.TemperatureLogitsWarper(0.8)],
+        [hf.TemperatureLogitsWarper(1.5), hf.TopKLogitsWarper(7), hf.TopPLogitsWarper(0.8)],
+        [hf.TopKLogitsWarper(90), hf.MinPLogitsWarper(0.1)],
+    ]
+    found = {}
+    for way, chosen in ways.items():
+        monkeypatch.setattr(growth, "draws_for", chosen)
+        session, trees[:] = speculator.session(), []
+        for number, each in enumerate(warpers):
+            pipeline = Pipeline.alone(each, prompt_length=len(PROMPT) - number)
+            session.add(PROMPT[number:], RowParameters(max_new_tokens=20 - 6 * number, do_sample=True, pipeline=pipeline, seed=(number, 0)))
+        texts = {slot: [] for slot in range(3)}
+        while session.live:
+            for commit in session.step():
+                texts[commit.slot] += commit.tokens
+        found[way] = texts, list(trees)
+    (ours, mine), (theirs, other) = found.values()
+    assert len([each for each in used if each is not None]) > 4 and max(tree.rows for tree in mine) == 3
+    if dtype == torch.float32:
+        assert ours == theirs and len(mine) == len(other)
+    alike = 0
+    for a, b in zip(mine, other):
+        if a.tokens.shape == b.tokens.shape and torch.equal(a.tokens, b.tokens):
+            alike += 1
+            assert (a.q is None) == (b.q is None) == (rule == "match")
+            if a.q is not None and dtype == torch.float32:  # of equal logits at the edge of a nucleus kernels keep all
+                torch.testing.assert_close(a.q, b.q, rtol=1e-4, atol=1e-6)
+                assert torch.equal(a.q == 0, b.q == 0)
+    assert alike == len(mine) if dtype == torch.float32 else alike > 2
+
+
+def test_rows_that_are_greedy_are_not_drawn(monkeypatch):
+    """Next to a row that samples, their q is one token."""
+    drafter = DraftModel(build("qwen2", torch.float32), execution="native")
+    session = Speculator(build("llama", torch.float32), drafter=drafter, shape="chain(3)", rule="rejection").session()
+    for sampled in (True, False):
+        session.add(PROMPT, RowParameters(max_new_tokens=6, do_sample=sampled, seed=(1, 0)))
+    trees, draft = [], drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda request: trees.append(draft(request)) or trees[-1])
+    while session.live:
+        session.step()
+    assert any(tree.rows == 2 for tree in trees)
+    assert all((tree.q[1].amax(-1) == 1).all() for tree in trees if tree.rows == 2)
+
+
+def test_logits_that_end_with_their_memory_are_drawn_by_tensor_operations():
+    """Kernels read 16 values at a time."""
+    native.library(torch.float32)
+    whole = torch.zeros(3, 112)
+    assert readable(whole) and readable(whole[:, :100]) and readable(torch.zeros(3, 112)[1:])
+    assert not readable(torch.zeros(3, 100)) and not readable(whole[:, 12:]) and not readable(whole.t()) and not readable(whole.double())
+    assert not readable(torch.zeros(3, 112, device="meta"))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_drawn_apart(threads):
+    """Each with its own noise, and as if it were alone."""
+    library, before = native.library(torch.float32), torch.get_num_threads()
+    assert library is not None
+    logits = 3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(1))[:, :50]
+    noise = Noise(torch.arange(5), torch.arange(5))
+    words, hashes = noise.chain_words(2, keyed=False), noise.hashes(60)
+    warpings = [Warping(), Warping(0.5), Warping(top_k=3), Warping(1.7, 20, 0.7), Warping(min_p=0.2)]
+    torch.set_num_threads(threads)
+    try:
+        together = Draws(words, hashes, warpings)
+        tokens = [together.draw(logits, i) for i in range(2)]
+        for row in range(5):
+            alone = Draws(words[row : row + 1], hashes, warpings[row : row + 1])
+            assert [int(alone.draw(logits[row : row + 1], i)) for i in range(2)] == [int(each[row]) for each in tokens]
+            assert torch.equal(alone.q[0], together.q[row])
+    finally:
+        torch.set_num_threads(before)
+    assert not together.q[..., 50:].any() and torch.allclose(together.q.sum(-1), torch.ones(5, 2))
+    assert (together.q[2] > 0).sum(-1).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.nightly)])
@@ -132,7 +229,9 @@ def test_chains_are_drawn_from_the_q_that_is_handed_on(temperature):
 
 def test_nothing_is_made_for_draws_where_no_kernel_draws(monkeypatch):
     """On a GPU, noise for the kernels would have to come from there."""
-    monkeypatch.setattr("foredraft.drafters.draft_loops.kernels.draws_for", lambda request: pytest.fail("there is no kernel"))
+    for where in ("growth", "draft_loops.kernels"):
+        monkeypatch.setattr(f"foredraft.drafters.{where}.draws_for", lambda request: pytest.fail("there is no kernel"))
+    monkeypatch.setattr(native, "_known", {})
     drafter = DraftModel(build("qwen2", torch.float32), execution="eager")
     speculator = Speculator(build("llama", torch.float32), drafter=drafter, shape="chain(3)", rule="rejection")
     generate(speculator, [PROMPT], max_new_tokens=4, do_sample=True, seed=1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import Direct, NativePass
 from foredraft.backends.products import NATIVE, Product, padded
+from foredraft.logits.processors import Warping
 from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
 
@@ -47,23 +48,41 @@ class Grown:
 
 
 class Draws:
-    """How a chain is sampled, and from which distributions.
+    """How chains are sampled, and from which distributions.
 
     Args:
-        words: ``[n]`` int64 words of the noise, one per token.
+        words: ``[R, n]`` int64 words of the noise, one per token.
         hashes: ``[V]`` int32, of the tokens.
-        temperature: that logits are divided by.
-        top_k, top_p, min_p: as in transformers; 0, 1 and 0 for all tokens. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
+        warpings: what becomes of each row's logits. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
 
     Attributes:
-        q: ``[n, V]`` float32 the distributions that the tokens were drawn from.
+        q: ``[R, n, V]`` float32 the distributions that the tokens were drawn from.
     """
 
-    def __init__(self, words: Tensor, hashes: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-        self.q = torch.empty(len(words), len(hashes), dtype=torch.float32)
+    def __init__(self, words: Tensor, hashes: Tensor, warpings: Sequence[Warping]):
+        (rows, length), vocab_size = words.shape, len(hashes)
+        self.q = torch.empty(rows, length, vocab_size, dtype=torch.float32, device="cpu")
         self._held = words, hashes
-        where = (each.data_ptr() for each in (words, hashes, self.q))
-        self.about = native.Draws(*where, len(hashes), top_k, temperature, top_p, min_p)
+        at = [(words[row].data_ptr(), hashes.data_ptr(), self.q[row].data_ptr(), vocab_size) for row in range(rows)]
+        how = [(each.top_k, each.temperature, each.top_p, each.min_p) for each in warpings]
+        self.about = (native.Draws * rows)(*(native.Draws(*each, *settings) for each, settings in zip(at, how, strict=True)))
+
+    def draw(self, logits: Tensor, i: int) -> Tensor:
+        """``[R]`` token ``i`` of each row, from the draft's ``logits`` ``[R, V']`` after those before it, which are :func:`readable`."""
+        kernels, rows = native.loaded(logits.dtype), len(logits)
+        assert kernels is not None
+        tokens, threads = torch.empty(rows, dtype=torch.int64, device="cpu"), min(torch.get_num_threads(), rows)
+        vocab_size = min(logits.shape[1], self.q.shape[2])
+        kernels.draw(self.about, rows, i, logits.data_ptr(), logits.stride(0), vocab_size, tokens.data_ptr(), threads)
+        return tokens
+
+
+def readable(logits: Tensor) -> bool:
+    """Whether kernels that are loaded can read ``logits`` ``[R, V]``: they take 16 values at a time."""
+    rows, width = logits.shape
+    end = logits.storage_offset() + (rows - 1) * logits.stride(0) + -(-width // 16) * 16
+    there = logits.device.type == "cpu" and logits.stride(1) == 1 and end * logits.element_size() <= logits.untyped_storage().nbytes()
+    return there and native.loaded(logits.dtype) is not None
 
 
 class Grower:

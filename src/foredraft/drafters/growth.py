@@ -21,9 +21,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from foredraft.backends.native_growth import MOST_KEPT, Draws, readable
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, pick
-from foredraft.logits.noise import Purpose, argmax
+from foredraft.logits.noise import Noise, Purpose, argmax, on_host
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
 from foredraft.tree import TokenTree, static_parents_tensor
@@ -60,13 +61,36 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
     return grow_static(request, request.shape, expand)
 
 
+def draws_for(request: DraftRequest) -> Draws | None:
+    """How kernels draw chains for ``request``, with the noise that tensor operations draw them with; None where they cannot."""
+    sampler, noise = request.sampler, request.sampler.noise
+    plain = request.shape.is_chain and request.thresholds is None and not request.partial and request.proposal in ("iid", "keyed")
+    if not (plain and type(noise) is Noise and on_host(noise.keys) and all(sampler.sampled)):
+        return None
+    found = []
+    for warping in (pipeline.warping for pipeline in sampler.pipelines):
+        if warping is not None and warping.top_k >= request.vocab_size:
+            warping = warping._replace(top_k=0)
+        if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
+            return None
+        found.append(warping)
+    return Draws(noise.chain_words(request.depth, keyed=request.proposal == "keyed"), noise.hashes(request.vocab_size), found)
+
+
 def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Tensor]) -> TokenTree:
     """A chain drafted token by token. ``logits_after(path)`` gives the draft's logits ``[R, V]`` after a path of tokens ``[R]``, the root
     first; it is asked for paths that grow by one token."""
-    path, qs = [request.roots()], []
+    path, qs = [request.roots()], list[Tensor]()
+    draws: Draws | None = None
     lengths = list(request.limits)
     for depth in range(1, request.depth + 1):
-        logits = fit_vocabulary(logits_after(path).to(request.device), request.vocab_size)
+        logits = logits_after(path)
+        if native := readable(logits):
+            draws = draws_for(request) if depth == 1 else draws
+        if draws is not None and native:
+            path.append(draws.draw(logits, depth - 1))
+            continue
+        logits = fit_vocabulary(logits.to(request.device), request.vocab_size)
         scores, some = filled(request, logits, request.sampler.scores_below(logits, path[1:], lengths))
         if some is not None:
             lengths = [length if left else min(length, depth - 1) for length, left in zip(lengths, some.tolist())]
@@ -74,6 +98,8 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
                 break
         token, q = pick(request, scores, depth - 1)
         path.append(token)
+        if draws is not None and q is not None:
+            draws.q[:, depth - 1] = q
         qs += [] if q is None else [q]
         if request.thresholds is not None and depth < request.depth:
             on = request.goes_on(logits[:, None], token[:, None], token.new_zeros(1))[:, 0].tolist()
@@ -81,7 +107,10 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
             if max(lengths) == depth:
                 break
     valid = request.depth_mask(lengths, len(path) - 1)
-    return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+    q = torch.stack(qs, 1) if qs else None
+    if draws is not None:
+        q = draws.q if request.needs_q else None
+    return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=q)
 
 
 def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:

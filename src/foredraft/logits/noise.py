@@ -166,9 +166,9 @@ class Noise:
         return _first(weights, self.words(purpose, 0, nodes[None]), k)
 
     def chain_words(self, depth: int, *, keyed: bool) -> Tensor:
-        """``[depth]`` the words that the tokens of the only row's chain are drawn with: those of :meth:`race`, or else of :meth:`draw`."""
+        """``[R, depth]`` the words that the tokens of chains are drawn with: those of :meth:`race`, or else of :meth:`draw`."""
         index = torch.arange(depth, device=self.keys.device)[None]
-        return (self.words(Purpose.MATCH, index + 1) if keyed else self.words(Purpose.DRAFT, 0, index))[0]
+        return self.words(Purpose.MATCH, index + 1) if keyed else self.words(Purpose.DRAFT, 0, index)
 
     def hashes(self, vocab_size: int) -> Tensor:
         """``[V]`` int32, what tells the noise of one token from that of another."""

@@ -248,6 +248,12 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     return found
 
 
+def loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The same if this process has loaded them already."""
+    found = _known.get(dtype)
+    return None if isinstance(found, str) else found
+
+
 _known: dict[torch.dtype, ctypes.CDLL | str] = {}  # a failure is not tried again in this process
 
 
@@ -341,6 +347,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
     kernels.chains.argtypes, kernels.chains.restype = [ctypes.POINTER(Chains), number], None
+    kernels.draw.argtypes, kernels.draw.restype = [ctypes.POINTER(Draws), number, number, pointer, size, number, pointer, number], None
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None

@@ -227,6 +227,24 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     return i32_least_of(equal, which); /* 0 if logits are NaN, and then q is NaN as well */
 }
 
+typedef struct {
+    const Draws *rows;
+    int count, i, vocab;
+    const value *logits;
+    int64_t apart, *tokens;
+} Drawing;
+
+static void do_draw(Worker *w, const void *job) {
+    const Drawing *j = job;
+    for (int row = first(w, j->count); row >= 0; row = next(w))
+        if (mine(w)) j->tokens[row] = drawn(j->rows + row, j->i, j->logits + row * j->apart, j->vocab); /* q is written at once */
+}
+
+/* Draw token i of the chains of `count` rows, from logits that are `apart` values apart, into `tokens` */
+void draw(const Draws *rows, int count, int i, const value *logits, int64_t apart, int vocab, int64_t *tokens, int threads) {
+    together(threads, do_draw, &(Drawing){rows, count, i, vocab, logits, apart, tokens});
+}
+
 /* Index of `wanted` among `count` ascending numbers, or -1 */
 INLINE int64_t place_of(const int64_t *numbers, int64_t count, int64_t wanted) {
     int64_t low = 0, high = count;

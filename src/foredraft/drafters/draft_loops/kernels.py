@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from foredraft.backends.kernel_pass import Direct
-from foredraft.backends.native_growth import MOST_KEPT, Draws, Grower, NativeGrowth
+from foredraft.backends.native_growth import Draws, Grower, NativeGrowth
 from foredraft.drafters.base import DraftRequest
-from foredraft.drafters.growth import UNSEEN, Growth
-from foredraft.logits.noise import Noise
+from foredraft.drafters.growth import UNSEEN, Growth, draws_for
 from foredraft.shapes import DynamicShape, StaticShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
@@ -24,20 +23,6 @@ def greedy(request: DraftRequest) -> bool:
     return likeliest(request) and request.sampler.plain
 
 
-def draws_for(request: DraftRequest) -> Draws | None:
-    """How kernels draw a chain for ``request``, with the noise that level-by-level drafting draws it with; None where they cannot."""
-    sampler, noise = request.sampler, request.sampler.noise
-    alone = len(request.rows) == 1 and request.shape.is_chain and request.thresholds is None and not request.partial
-    if not (alone and type(noise) is Noise and request.proposal in ("iid", "keyed") and sampler.sampled[0]):
-        return None
-    warping = sampler.pipelines[0].warping
-    if warping is not None and warping.top_k >= request.vocab_size:
-        warping = warping._replace(top_k=0)
-    if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
-        return None
-    return Draws(noise.chain_words(request.depth, keyed=request.proposal == "keyed"), noise.hashes(request.vocab_size), *warping)
-
-
 def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -> Growth | None:
     """What ``kernel`` grows for a request that is :func:`greedy`, or draws; None where it cannot go on with that text."""
     shape, ids = request.shape, request.rows[0].ids
@@ -50,7 +35,7 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
         return None
     tokens = [ids[-1], *grown.tokens]
     if shape.is_chain:
-        q = None if draws is None or not request.needs_q else draws.q[None]
+        q = None if draws is None or not request.needs_q else draws.q
         tree = TokenTree.from_chain(torch.tensor([tokens]), proposal=request.proposal, q=q)
     else:
         parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
@@ -75,7 +60,7 @@ class KernelLoop:
         model, direct = self.model, self.model.backend.direct
         if direct is None or model.device != request.device:
             return None
-        draws = draws_for(request) if chain and not likeliest(request) else None
+        draws = draws_for(request) if chain and len(request.rows) == 1 and not likeliest(request) else None
         if draws is None and not likeliest(request):
             return None
         banned = () if draws else request.sampler.pipelines[0].banned(request.sampler.lengths[0])
