@@ -143,6 +143,8 @@ FAULTS = [
     Fault("rules.h", "if (accepted < j->drafted[row])", "if (accepted < most)", RULE_KERNELS),
     Fault("rules.h", "if (!(sum > 0.0f))", "if (!(sum >= 0.0f))", RULE_KERNELS),
     Fault("rules.h", "ACCEPT, i)", "ACCEPT, 0)", RULE_KERNELS),
+    Fault("rules.h", "#define RESIDUAL 4", "#define RESIDUAL 2", RULE_KERNELS),
+    Fault("growth.h", "f32_keep(kept & f32_less(f32_of(NOTHING), power),", "f32_keep(kept,", ("tests/drafters/test_eagle3.py",)),
     Fault("rules.h", "j->positions[row], RESIDUAL, 0)", "j->positions[row], RESIDUAL, accepted)", RULE_KERNELS),
     Fault("rules.h", "*q = j->q + row * j->apart + node * width;", "*q = j->q + (row * most + node) * width;", RULE_KERNELS),
     Fault("rules.h", "wrong = node <= drafted &&", "wrong =", RULE_KERNELS),

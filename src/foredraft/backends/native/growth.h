@@ -195,6 +195,8 @@ INLINE f32 noise(i32 hashes, uint64_t word) {
     return minus_log(f32_max(unit, f32_of(0x1p-24f - 1.0f)));
 }
 
+#define NOTHING -80.0f /* e to the power of less is 0; `exponential` has a smallest number there */
+
 /* Draw token i of a chain from the `vocab` tokens of the draft */
 static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     float *q = d->q + (size_t)i * d->columns, largest;
@@ -204,9 +206,9 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     f32 sum = f32_zero(), best = none;
     for (int x = 0; x < vocab; x += 16) {
         const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
-        const f32 logit = load(logits + x);
+        const f32 logit = load(logits + x), power = f32_div(f32_sub(logit, most), temperature);
         const lanes kept = there & f32_least(logit, least);
-        const f32 e = f32_keep(kept, exponential(f32_div(f32_sub(logit, most), temperature)));
+        const f32 e = f32_keep(kept & f32_less(f32_of(NOTHING), power), exponential(power));
         f32_store_some(q + x, there, e);
         sum = f32_add(sum, e);
     }
