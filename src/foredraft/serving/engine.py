@@ -7,6 +7,7 @@ two steps. It does nothing else than steps: no tokenising, no JSON. While there 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -16,9 +17,8 @@ from typing import Literal, TypeVar
 
 from foredraft.errors import BusyError
 from foredraft.rows import Commit
-from foredraft.serving.calls import Call, log, send
 from foredraft.serving.fingerprint import check_exact, dated, system_fingerprint, template_of
-from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
+from foredraft.serving.jobs import BOUND, Call, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError, send
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
@@ -27,6 +27,8 @@ from foredraft.speculator import Speculator
 
 T = TypeVar("T")
 State = Literal["new", "ready", "draining", "dead"]
+
+log = logging.getLogger("foredraft.serving")
 
 LOOK = 0.05  # seconds between two looks for requests that have waited or run for too long
 FATAL = 3  # steps that fail with no row done in between before the engine gives up

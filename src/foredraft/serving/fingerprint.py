@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +25,13 @@ from torch import Tensor
 from foredraft.backends import native
 from foredraft.backends.narrow import parts_of
 from foredraft.errors import ConfigurationError
-from foredraft.serving.calls import log
 from foredraft.serving.settings import Settings
 from foredraft.serving.sizes import cached
 from foredraft.session import Session
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
+
+log = logging.getLogger("foredraft.serving")
 
 PACKAGES = ("foredraft", "torch", "transformers", "tokenizers", "llguidance")
 DATE = "strftime_now"  # what transformers lets chat templates call

@@ -2,17 +2,21 @@
 
 The API's coroutines make a :class:`Job` and give it to :meth:`Engine.submit`. The engine thread alone touches the session. It answers with
 events, which arrive in the job's own queue on the event loop of the API. A client that does not read is bounded: once ``BOUND`` events are
-unread, the engine drops the job.
+unread, the engine drops the job. A :class:`Call` is a function that runs in that thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from foredraft.errors import ForedraftError
 from foredraft.rows import Commit, RowParameters
+
+log = logging.getLogger("foredraft.serving")
 
 BOUND = 4096  # events that a client may leave unread
 
@@ -111,3 +115,46 @@ class Job:
             if isinstance(event, Failed):
                 return
             over += isinstance(event, Progress) and event.commit.finish_reason is not None
+
+
+@dataclass(eq=False)
+class Call:
+    """A function that is to run in the engine's thread, and a coroutine that waits for its ``result``."""
+
+    function: Callable[[], Any]
+    result: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def run(self) -> None:
+        """In the thread."""
+        try:
+            value = self.function()
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._settle(lambda: self.result.set_result(value))
+
+    def fail(self, error: Exception) -> None:
+        self._settle(lambda: self.result.set_exception(error))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        call_soon(self.result.get_loop(), lambda: None if self.result.done() else settle())
+
+
+def send(events: Sequence[tuple[Job, Event]]) -> None:
+    """Events go to the event loops of their jobs, one call for each loop."""
+    for loop in {job.loop for job, _ in events}:
+        call_soon(loop, deliver, [each for each in events if each[0].loop is loop])
+
+
+def deliver(events: Iterable[tuple[Job, Event]]) -> None:
+    """On the event loop of the jobs."""
+    for job, event in events:
+        job.put(event)
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
+    """In the thread of ``loop``, unless that is over."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        log.debug("an event loop is closed, and what was to be said there is lost")
