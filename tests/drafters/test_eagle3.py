@@ -220,7 +220,7 @@ def test_long_texts_are_looked_at_in_parts(monkeypatch):
     whole = head.loss(batch)
     gradient = torch.autograd.grad(whole.total, list(head.parameters()))
     monkeypatch.setattr("foredraft.heads.eagle3_loss.QUERIES", 7)
-    monkeypatch.setattr("foredraft.heads.eagle3_loss.LOGITS", 128 * 5)
+    monkeypatch.setattr("foredraft.heads.losses.AT_ONCE", 128 * 5)
     parts = head.loss(batch)
     torch.testing.assert_close(parts.total, whole.total)
     torch.testing.assert_close(torch.autograd.grad(parts.total, list(head.parameters())), gradient, atol=1e-4, rtol=1e-4)

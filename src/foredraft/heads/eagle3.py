@@ -24,7 +24,8 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import EMBEDDINGS, Batch, Head, HeadConfig, Losses, embeddings_of, lm_head_rows, refuse_unknown_options
 from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
-from foredraft.heads.eagle3_loss import ahead, attend, divergence
+from foredraft.heads.eagle3_loss import ahead, attend
+from foredraft.heads.losses import cross_entropy
 from foredraft.models.identity import TargetShape, shape_of
 
 INITIAL = 0.02  # standard deviation of fresh weights
@@ -197,18 +198,17 @@ class Eagle3Head(Head):
     def loss(self, batch: Batch) -> Losses:
         """The training-time test. ``parts`` has ``loss_i`` and ``accuracy_i`` of every step: how often the likeliest token is the target's,
         where the target's is in the draft vocabulary at all."""
-        config, layer, ids = self.config, self.layer(), self.target_ids()
-        best = batch.logits.argmax(-1)
+        config, layer, logits, length = self.config, self.layer(), batch.logits, batch.ids.shape[1]
         told = ahead(batch.counted & batch.valid, 1)  # [B, S]: whether the token behind may be predicted
-        if ids is not None:
-            told = told & self.t2d[best]
+        if layer.ids is not None:
+            told, logits = told & self.t2d[logits.argmax(-1)], logits[..., layer.ids]
+        best, logits = logits.argmax(-1).flatten(), logits.flatten(0, 1)
         total, parts, weight = torch.zeros((), device=best.device), {}, torch.zeros((), device=best.device)
         for step, normed in enumerate(self.unroll(layer, batch.ids, batch.hidden.flatten(2), config.steps)):
             rows, begins = ahead(told, step + 1).nonzero(as_tuple=True)
-            ends = begins + step + 1
-            count = max(1, len(rows))
-            spent, right = divergence(layer, normed[rows, begins], batch.logits[rows, ends], best[rows, ends])
-            total = total + config.decay**step * spent / count
+            states, places, count = normed[rows, begins], rows * length + begins + step + 1, max(1, len(rows))
+            spent, right = cross_entropy(layer.logits, states, best[places], target=logits, places=places)
+            total = total + config.decay**step * (spent + 0.0 * states.sum()) / count  # it has a gradient where nothing is counted, too
             parts[f"loss_{step}"], parts[f"accuracy_{step}"] = spent.detach() / count, right / count
             weight = weight + len(rows) if step == 0 else weight
         return Losses(total, parts, weight)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from foredraft.heads.eagle3_layer import Layer
-from foredraft.heads.losses import soft_cross_entropy
-
 QUERIES = 256  # that look at keys at a time; longer texts keep no scores for the way back but compute them again
-LOGITS = 1 << 22  # that are compared at a time, likewise
 
 
 def ahead(each: Tensor, by: int) -> Tensor:
@@ -72,30 +67,3 @@ def look(queries: Tensor, text_keys: Tensor, text_values: Tensor, own_keys: Tens
     scores = torch.cat([text.masked_fill(hidden, float("-inf")), own], -1)
     weights = torch.softmax(scores.float() * scale, -1).to(queries.dtype)
     return weights[..., :length] @ text_values + (weights[..., length:, None] * own_values).sum(-2)
-
-
-def divergence(layer: Layer, normed: Tensor, logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scalars, summed over m places: the cross-entropy to the target's distribution within the draft vocabulary, and without a
-    gradient how often the likeliest token is the target's.
-
-    Args:
-        normed: ``[m, d]`` what the head's LM head reads there.
-        logits: ``[m, V]`` the target's.
-        best: ``[m]`` the target's likeliest tokens, all in the draft vocabulary.
-    """
-    chunk = max(1, LOGITS // layer.config.draft_vocab_size)
-    spent, right = normed.sum() * 0.0, torch.zeros((), device=normed.device)
-    for first in range(0, len(normed), chunk):
-        given = normed[first : first + chunk], logits[first : first + chunk], best[first : first + chunk]
-        again = torch.is_grad_enabled() and len(normed) > chunk
-        each = checkpoint(partial(compared, layer), *given, use_reentrant=False) if again else compared(layer, *given)
-        spent, right = spent + each[0], right + each[1]
-    return spent, right
-
-
-def compared(layer: Layer, normed: Tensor, logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-    drafted = layer.logits(normed)
-    ids = layer.ids
-    likeliest = drafted.detach().argmax(-1)
-    right = (likeliest if ids is None else ids[likeliest]) == best
-    return soft_cross_entropy(drafted, logits if ids is None else logits[:, ids]), right.sum().float()
