@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from foredraft.cli import app
 from foredraft.errors import ConfigurationError
+from foredraft.text import encode
 from foredraft.training.data import Manifest, Shard, Texts, refuse_other_data, shard_file
-from foredraft.training.prompts import encode, read_entries, windows
+from foredraft.training.prompts import read_entries, windows
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +241,10 @@ def test_prompts_are_read_and_encoded(tmp_path):
     assert entries == ["import os", "def f():", [{"role": "user", "content": "hi"}], "class A:\n"]
     tokenizer = zoo_tokenizer()
     with pytest.raises(ConfigurationError, match="no chat template"):
-        encode(tokenizer, entries, longest=None, target="zoo:python-8m")
+        [encode(tokenizer, each) for each in entries]
     tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    ids = encode(tokenizer, entries, longest=None, target="zoo:python-8m")
+    ids = [encode(tokenizer, each) for each in entries]
     assert [tokenizer.decode(each) for each in ids] == ["import os", "def f():", "<hi>", "class A:\n"]
-    assert encode(tokenizer, entries, longest=1, target="zoo:python-8m") == [each[:1] for each in ids]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_the_command(tmp_path):
     done = CliRunner().invoke(app, ["data", "info", str(tmp_path / "out"), "--json"])
     facts = json.loads(done.stdout)
     assert (facts["target"], facts["texts"], facts["shards"], facts["of_shards"]) == ("zoo:python-8m", 2, 2, 2)
-    assert facts["answer_tokens"] == 16 and facts["settings"]["temperatures"] == [0.0, 0.8]
+    assert (facts["prompt_tokens"], facts["answer_tokens"]) == (5 + 4, 16) and facts["settings"]["temperatures"] == [0.0, 0.8]
     done = CliRunner().invoke(app, [*arguments, "--seed", "7"])
     assert done.exit_code == 2 and "seed was 0 and is now 7" in done.stderr
     for wrong in (["--temperature", "x"], ["--part", "3/2"]):

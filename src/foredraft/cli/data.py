@@ -82,6 +82,7 @@ def generate(
 
     from foredraft.cli.generation import pick_device
     from foredraft.loading import load_model, load_tokenizer
+    from foredraft.text import encode
     from foredraft.training import generation, prompts
 
     if threads is not None:
@@ -108,7 +109,7 @@ def generate(
     if windows is not None:
         ids = prompts.windows(tokenizer, entries, count=windows, tokens=prompt_tokens or 64, seed=seed)
     else:
-        ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
+        ids = [encode(tokenizer, each, target)[:prompt_tokens] for each in entries]
     model = load_model(target, dtype=dtype, device=pick_device(device, target), encoders=True)
     source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
     with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:

@@ -36,17 +36,6 @@ def entry_of(found: Any, where: str) -> str | list[Any]:
     return found[key]
 
 
-def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int | None, target: str) -> list[list[int]]:
-    """Token ids of each prompt, the first ``longest`` of them; messages go through the tokenizer's chat template.
-
-    Raises:
-        ConfigurationError: no chat template, or one that refuses the messages; or no token is left of a prompt.
-    """
-    from foredraft import text  # imports torch
-
-    return [text.encode(tokenizer, each, target)[:longest] for each in entries]
-
-
 def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, tokens: int, seed: int) -> list[list[int]]:
     """``count`` windows of ``tokens`` tokens, from the beginnings of lines at random places of the texts; every letter of a text is as
     likely as any other to be in the line that a window begins with, so that long texts count for what they hold.
