@@ -11,7 +11,6 @@ gsm8k       ``question``, ``answer``; only the question is used
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from benchmarks import prompts
 from foredraft.cli.prompts import read_prompts
 from foredraft.errors import ConfigurationError
+from foredraft.files import json_lines
 
 EMBEDDED = "embedded"
 
@@ -87,21 +87,12 @@ def from_file(path: Path) -> list[Prompt]:
     """A ``.jsonl`` file in any of the formats, recognised by the members of its first object; any other file has a prompt per line."""
     if path.suffix != ".jsonl":
         return [Prompt(f"{path.stem}-{number}", path.stem, (text,)) for number, text in enumerate(read_prompts(None, path), 1)]
-    try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not UTF-8 (byte {error.start})") from error
     found: list[Prompt] = []
     parse: Parser | None = None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        entry = _object(line, where)
-        if parse is None:
-            parse = _recognised(entry, where)
+    for number, (entry, where) in enumerate(json_lines(path), 1):
+        if not isinstance(entry, dict):
+            raise ConfigurationError(f"{where}: expected an object, got {type(entry).__name__}")
+        parse = parse or _recognised(entry, where)
         prompt = parse(entry, f"{path.stem}-{number}", path.stem)
         if isinstance(prompt, str):
             raise ConfigurationError(f"{where}: {prompt}")
@@ -109,16 +100,6 @@ def from_file(path: Path) -> list[Prompt]:
     if not found:
         raise ConfigurationError(f"{str(path)!r} contains no prompt")
     return found
-
-
-def _object(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
-    if not isinstance(entry, dict):
-        raise ConfigurationError(f"{where}: expected an object, got {type(entry).__name__}")
-    return entry
 
 
 Parser = Callable[[dict[str, Any], str, str], "Prompt | str"]  # entry, name, category; a text says what is wrong

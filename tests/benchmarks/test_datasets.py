@@ -47,20 +47,20 @@ def test_the_limit_is_per_category(tmp_path):
 
 
 def test_blank_lines_are_no_prompts(tmp_path):
-    assert [each.name for each in datasets.read(written(tmp_path, {"prompt": "a"}, "", {"prompt": "b"}))] == ["file-1", "file-3"]
+    assert [each.name for each in datasets.read(written(tmp_path, {"prompt": "a"}, "", {"prompt": "b"}))] == ["file-1", "file-2"]
 
 
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{"prompt": "a"}, "{"], r"file\.jsonl:2: not JSON"),
-        ([{"prompt": "a"}, {"text": "b"}], r'file\.jsonl:2: expected "prompt"'),
-        ([{"prompt": ""}], r'file\.jsonl:1: expected "prompt"'),
-        ([["a"]], r"file\.jsonl:1: expected an object, got list"),
-        ([{"other": 1}], r'file\.jsonl:1: no known format; .*"turns"'),
-        ([{"category": "c", "turns": "t"}], r'file\.jsonl:1: expected "turns"'),
-        ([{"turns": ["t"]}], r'file\.jsonl:1: expected "category"'),
-        ([{"question": 3}], r'file\.jsonl:1: expected "question"'),
+        ([{"prompt": "a"}, "{"], r"file\.jsonl, line 2: this is not JSON"),
+        ([{"prompt": "a"}, {"text": "b"}], r'file\.jsonl, line 2: expected "prompt"'),
+        ([{"prompt": ""}], r'file\.jsonl, line 1: expected "prompt"'),
+        ([["a"]], r"file\.jsonl, line 1: expected an object, got list"),
+        ([{"other": 1}], r'file\.jsonl, line 1: no known format; .*"turns"'),
+        ([{"category": "c", "turns": "t"}], r'file\.jsonl, line 1: expected "turns"'),
+        ([{"turns": ["t"]}], r'file\.jsonl, line 1: expected "category"'),
+        ([{"question": 3}], r'file\.jsonl, line 1: expected "question"'),
         ([""], "contains no prompt"),
     ],
 )
