@@ -9,7 +9,6 @@ turns; the figure is the median over turns of the quotient. Where vLLM is instal
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any, ClassVar
 
 import benchmarks
 from benchmarks.figures import Figure
-from benchmarks.peer_process import PeerError, PeerProcess, PeerSettings, find
+from benchmarks.peer_process import PeerError, PeerProcess, PeerSettings, WorkerProcess, find
 from benchmarks.report import Table
 from benchmarks.suite import Failure, Suite, option
 from foredraft.errors import ConfigurationError
@@ -128,7 +127,7 @@ class Memory(Suite[MemorySettings]):
         if self.settings.present is None or not (self.settings.present / "src" / "foredraft").is_dir():
             raise ConfigurationError("--present needs a checkout of the commit before pages: git worktree add /tmp/present 9cd4dee")
         for model in dict.fromkeys(cell.model for cell in self.cells):
-            sides = {name: Side(folder, model, self.settings.threads) for name, folder in self._folders().items()}
+            sides = {name: checkout(folder, model, self.settings.threads) for name, folder in self._folders().items()}
             with sides[PRESENT], sides[PAGES]:
                 for cell in self.cells:
                     if cell.model == model:
@@ -150,30 +149,30 @@ class Memory(Suite[MemorySettings]):
     def _attempt(self, name: str, call: Any, advance: bool = True) -> None:
         try:
             call()
-        except (WorkerError, PeerError) as error:
+        except PeerError as error:
             self.failures.append(Failure(name, "run", str(error)))
         if advance:
             self.advance()
 
-    def _compare(self, cell: Cell, sides: Mapping[str, Side]) -> None:
+    def _compare(self, cell: Cell, sides: Mapping[str, WorkerProcess]) -> None:
         for turn in range(-1, self.settings.turns):  # the first is a warm-up
             for name in (PRESENT, PAGES) if turn % 2 else (PAGES, PRESENT):
-                answer = sides[name].ask(cell.what, **cell.given)
+                answer = sides[name].ask(what=cell.what, **cell.given)
                 if name == PAGES and not answer.get("pages", True):
-                    raise WorkerError("its keys and values are not in pages")
+                    raise PeerError("its keys and values are not in pages")
                 if turn >= 0:
                     self.turns.append(Turn(cell.name, name, turn, answer["tokens"], answer["seconds"]))
 
     def _first_tokens(self) -> None:
-        with Side(ROOT, self.settings.model, self.settings.threads) as side:
+        with checkout(ROOT, self.settings.model, self.settings.threads) as ours:
             for turn in range(-1, 3):
-                answer = side.ask("first_token", shared=self.settings.shared if turn >= 0 else 128, own=32, seed=2 + turn)
+                answer = ours.ask(what="first_token", shared=self.settings.shared if turn >= 0 else 128, own=32, seed=2 + turn)
                 if turn >= 0:
                     self.first_tokens.append(FirstToken(turn, answer["new"], answer["shared"]))
 
     def _count(self, what: str, name: str, given: Mapping[str, Any]) -> None:
-        with Side(self._folders()[name], "windows" if what == "windows" else "tiny", self.settings.threads) as side:
-            for key, value in side.ask(what, **given).items():
+        with checkout(self._folders()[name], "windows" if what == "windows" else "tiny", self.settings.threads) as worker:
+            for key, value in worker.ask(what=what, **given).items():
                 self.counts.append(Count(what, name, key, value))
 
     def _blocks(self, trace: Mapping[str, Any]) -> None:
@@ -185,8 +184,8 @@ class Memory(Suite[MemorySettings]):
             self.vllm = str(error)
             return
         with tempfile.TemporaryDirectory() as folder:
-            with Side(ROOT, "tiny", settings.threads) as side:
-                given = side.ask("written", folder=folder, **trace)
+            with checkout(ROOT, "tiny", settings.threads) as ours:
+                given = ours.ask(what="written", folder=folder, **trace)
             process = PeerProcess(peer, threads=settings.threads, log=settings.work_folder / "logs" / "memory-vllm.log")
             try:
                 about = process.ask("start", limit=settings.patience, threads=settings.threads, device="cpu", folder=str(peer.folder))
@@ -281,43 +280,10 @@ class Memory(Suite[MemorySettings]):
         )
 
 
-class WorkerError(Exception):
-    """A side ended before it answered."""
-
-
-class Side:
+def checkout(folder: Path, model: str, threads: int) -> WorkerProcess:
     """A process with one checkout."""
-
-    def __init__(self, folder: Path, model: str, threads: int):
-        self.asked = {"model": model, "threads": threads}
-        paths = [folder / "src", folder / "zoo", folder]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        command = [
-            sys.executable,
-            "-c",
-            f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'memory_worker.py')!r}, run_name='__main__')",
-        ]
-        self.process = subprocess.Popen(
-            command, env=environment, text=True, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    def __enter__(self) -> Side:
-        return self
-
-    def __exit__(self, *given: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def ask(self, what: str, **given: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps({"what": what, **self.asked, **given}) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except (BrokenPipeError, ValueError):  # it has ended, or had ended before
-            line = ""
-        if not line:
-            self.process.wait()
-            raise WorkerError(f"exit code {self.process.returncode}: {self.process.communicate()[1].strip()[-300:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    paths = [folder / "src", folder / "zoo", folder]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    script = f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'memory_worker.py')!r}, run_name='__main__')"
+    always = {"model": model, "threads": threads}
+    return WorkerProcess([sys.executable, "-c", script], always, env=environment, cwd=folder, stderr=subprocess.PIPE)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,6 +250,41 @@ class PeerProcess:
             if stream is not None:
                 with suppress(OSError):  # what could not be written any more
                     stream.close()
+
+
+class WorkerProcess:
+    """A process that answers each object in JSON, one per line, with another.
+
+    Args:
+        command: what starts it.
+        always: what is asked with every question.
+        how: arguments of ``Popen``.
+    """
+
+    def __init__(self, command: Sequence[str], always: Mapping[str, Any], **how: Any):
+        self.always = always
+        self.process: subprocess.Popen[str] = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, **given: Any) -> dict[str, Any]:
+        """Its answer, or PeerError if it has ended."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({**self.always, **given}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except (BrokenPipeError, ValueError):  # it has ended, or had ended before
+            line = ""
+        if not line:
+            self.process.wait()
+            raise PeerError(f"exit code {self.process.returncode}: {(self.process.communicate()[1] or '').strip()[-300:]}")
+        return dict(json.loads(line))
 
 
 def _cpu_seconds(process: str) -> float:

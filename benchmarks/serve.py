@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks import report as reports
 from benchmarks import serve_figures
 from benchmarks.figures import Figure
-from benchmarks.peer_process import FOREDRAFT, PeerError, variables, with_threads
+from benchmarks.peer_process import FOREDRAFT, PeerError, WorkerProcess, variables, with_threads
 from benchmarks.report import Table
 from benchmarks.serve_load import Load, Tool, quantile
 from benchmarks.serve_plan import FIGURES, OURS, SIDES, Number, Rate, Run, ServeSettings
@@ -184,7 +182,7 @@ class Serve(Suite[ServeSettings]):
 
     def _session(self) -> None:
         """The server beside the Session driven directly, in a process of its own."""
-        with Direct(self.settings) as direct:
+        with session(self.settings) as direct:
             for temperature in (0.0, 1.0):
                 for clients in (1, 16):
                     bodies = self.bodies(max(self.settings.prompts, clients), temperature)
@@ -311,33 +309,9 @@ class Noted:
         return True
 
 
-class Direct:
+def session(settings: ServeSettings) -> WorkerProcess:
     """The process of ``serve_session.py``."""
-
-    def __init__(self, settings: ServeSettings):
-        given = {"target": settings.target, "drafter": settings.ours, "dtype": settings.dtype, "threads": settings.threads}
-        command = [sys.executable, "-m", "benchmarks.serve_session"]
-        alike = {**variables(FOREDRAFT, settings.peers_folder), **with_threads(FOREDRAFT, settings.threads)}  # as the server has them
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.running = subprocess.Popen(command, env={**os.environ, **alike}, **pipes)
-        self._send(given)
-
-    def __enter__(self) -> Direct:
-        return self
-
-    def __exit__(self, *given: object) -> None:
-        self.running.kill()
-        self.running.communicate()
-
-    def ask(self, **given: Any) -> dict[str, Any]:
-        return self._send(given)
-
-    def _send(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        assert self.running.stdin is not None and self.running.stdout is not None
-        with suppress(BrokenPipeError):
-            self.running.stdin.write(json.dumps(document) + "\n")
-            self.running.stdin.flush()
-        line = self.running.stdout.readline()
-        if not line:
-            raise PeerError(f"the Session's process ended with {self.running.wait()}")
-        return dict(json.loads(line))
+    alike = {**variables(FOREDRAFT, settings.peers_folder), **with_threads(FOREDRAFT, settings.threads)}  # as the server has them
+    worker = WorkerProcess([sys.executable, "-m", "benchmarks.serve_session"], {}, env={**os.environ, **alike})
+    worker.ask(target=settings.target, drafter=settings.ours, dtype=settings.dtype, threads=settings.threads)
+    return worker

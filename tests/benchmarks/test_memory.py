@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from kernel_cases import needs_kernels
 
-from benchmarks.memory import PAGES, PRESENT, VLLM, Count, FirstToken, Memory, MemorySettings, Side, Turn, WorkerError
+from benchmarks.memory import PAGES, PRESENT, VLLM, Count, FirstToken, Memory, MemorySettings, Turn
 from benchmarks.memory_worker import PAGE, Worker, pools_of, prefixes
+from benchmarks.peer_process import PeerError, WorkerProcess
 from foredraft.errors import ConfigurationError
 
 
@@ -91,7 +92,7 @@ def test_vllm_is_left_out_where_it_is_not_installed(tmp_path):
 def test_a_family_without_pages_is_no_measurement():
     suite = Memory(MemorySettings(families="phi3"))
     side = SimpleNamespace(ask=lambda what, **given: {"tokens": 1, "seconds": 1.0, "pages": False})
-    with pytest.raises(WorkerError, match="not in pages"):
+    with pytest.raises(PeerError, match="not in pages"):
         suite._compare(next(cell for cell in suite.cells if cell.model == "phi3"), {PAGES: side, PRESENT: side})
 
 
@@ -101,10 +102,8 @@ def test_a_checkout_to_compare_with_is_asked_for():
 
 
 def test_a_side_that_has_ended_says_so_each_time():
-    side = Side.__new__(Side)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    side.asked, side.process = {}, subprocess.Popen([sys.executable, "-c", "raise SystemExit('out of memory')"], text=True, **pipes)
+    side = WorkerProcess([sys.executable, "-c", "raise SystemExit('out of memory')"], {}, stderr=subprocess.PIPE)
     with side:
         for _ in range(2):
-            with pytest.raises(WorkerError, match="exit code 1: out of memory"):
-                side.ask("trace")
+            with pytest.raises(PeerError, match="exit code 1: out of memory"):
+                side.ask(what="trace")
