@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.describing import Described
 from foredraft.device import to_device
 from foredraft.drafters.exits import Exits
+from foredraft.drafters.siblings import Offer
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import Sampler, widened
 from foredraft.shapes import StaticShape, TreeShape
@@ -221,6 +222,7 @@ class DrafterHooks:
 
     name: ClassVar[str]
     info: DrafterInfo = DrafterInfo()
+    _offer: Offer | None = None  # proposals by shape, of a drafter with the option ``siblings``
 
     @property
     def part(self) -> object:
@@ -264,7 +266,7 @@ class DrafterHooks:
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
-        return self.info.proposals
+        return self.info.proposals if self._offer is None else self._offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
         """Why it cannot draft ``shape``, or None; called once it is bound."""

@@ -46,7 +46,7 @@ from foredraft.models.paged_cache import PagedCache
 from foredraft.quantization import check_quantization
 from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import TokenTree
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class DraftModel(LearningDrafter):
         self.learn = LearnOptions.of(learn)
         if self.learn is not None and quantization is not None:
             raise ConfigurationError("a quantized draft cannot learn: leave quantization out, or learn=False")
-        self.offer = offered(siblings, DRAWN if vocabulary != "text" else WRITTEN)
-        self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
+        self._offer = offered(siblings, DRAWN if vocabulary != "text" else WRITTEN)
+        self.info = replace(self.info, proposals=self._offer.chains, needs_logits=self.learn is not None)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         if vocabulary not in VOCABULARIES:
@@ -176,8 +176,8 @@ class DraftModel(LearningDrafter):
         if self.foreign is not None:
             log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self.foreign)
             if self.foreign.by == "text":
-                self.offer = offered("auto", WRITTEN)
-                self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
+                self._offer = offered("auto", WRITTEN)
+                self.info = replace(self.info, proposals=self._offer.chains, branches=False, grows=False)
         self._loops = () if self.foreign is not None else (KernelLoop(self._target), RecordedLoop(self._target))  # tried in this order
         self._smaller, self._bound = self._target.vocab_size < target.vocab_size, target
         self._beside = self._target.device == target.device
@@ -221,9 +221,6 @@ class DraftModel(LearningDrafter):
     def facts(self, *, all: bool = False) -> dict[str, Any]:
         facts = super().facts(all=all)
         return facts if self.foreign is None else {**facts, "vocabulary": self.foreign}
-
-    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        return self.offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
         if shape.is_chain:

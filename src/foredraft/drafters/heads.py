@@ -26,7 +26,7 @@ from foredraft.hub import named
 from foredraft.quantization import check_quantization, quantize
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.target import Target
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import TokenTree
 
 
 class HeadDrafter(LearningDrafter):
@@ -64,8 +64,8 @@ class HeadDrafter(LearningDrafter):
         if self.learn is not None and quantization is not None:
             raise ConfigurationError("a quantized head cannot learn: leave quantization out, or learn=False")
         self.source, self.quantization = source, quantization
-        self.offer = offered(siblings, self.auto)
-        self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
+        self._offer = offered(siblings, self.auto)
+        self.info = replace(self.info, proposals=self._offer.chains, needs_logits=self.learn is not None)
         self._head: Head | None = None
         self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
         self._read: Tensor | None = None  # the same of rows about to begin
@@ -135,9 +135,6 @@ class HeadDrafter(LearningDrafter):
                 f"folder or hub id of one that was trained for it (foredraft train {self.kind})"
             )
         return checkpoints.load(embedded, target.model)
-
-    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        return self.offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
         most = self.info.max_depth

@@ -26,9 +26,8 @@ from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.exit import ExitHead
 from foredraft.hub import named
 from foredraft.models.skips import SkipSet
-from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import TokenTree
 
 
 class LayerSkip(Drafter):
@@ -55,9 +54,9 @@ class LayerSkip(Drafter):
         threshold: float | str | None = None,
     ):
         self.source = named(source)
-        self._wanted, self.offer = exit, offered(siblings, DRAWN)
+        self._wanted, self._offer = exit, offered(siblings, DRAWN)
         self._exit: int | None = None  # of the model that it is bound to
-        self.info = replace(self.info, proposals=self.offer.chains, learns_from_feedback=threshold == "auto")
+        self.info = replace(self.info, proposals=self._offer.chains, learns_from_feedback=threshold == "auto")
         self.stopping = Stopping(threshold)
         self._target: Target | None = None
         self._head: Head | None = None
@@ -119,9 +118,6 @@ class LayerSkip(Drafter):
             target.sublayers.check(head.skip)
         head.attach(target.model)
         return head, head.config.exit
-
-    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        return self.offer.of(shape)
 
     def draft(self, request: DraftRequest) -> TokenTree:
         request = self.stopping.request(request)

@@ -26,9 +26,8 @@ from foredraft.drafters.stores import Tokenizer, name_of, refuse_another_tokeniz
 from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
-from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import TokenTree
 
 DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
 LIKELY = replace(SHARED, chains=("deterministic", "keyed", "iid", "without-replacement"))  # of few counts, which are no good q
@@ -78,8 +77,8 @@ class NGram(Drafter):
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
         self._isolated = self._models() if self.learn else None
-        self.offer = offered(siblings, LIKELY if source is None else SHARED)
-        self.info = replace(self.info, proposals=self.offer.chains)
+        self._offer = offered(siblings, LIKELY if source is None else SHARED)
+        self.info = replace(self.info, proposals=self._offer.chains)
         self._counted: dict[int, int] = {}
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._target: Target | None = None
@@ -100,9 +99,6 @@ class NGram(Drafter):
     @property
     def keeps_texts(self) -> bool:
         return self.learn
-
-    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        return self.offer.of(shape)
 
     def shared(self) -> list[object]:
         return [self.model] if self.learn else []
