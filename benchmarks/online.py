@@ -32,6 +32,7 @@ from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
 from foredraft.loading import load_model, load_tokenizer
+from foredraft.planning.costs import StandIn
 from foredraft.target import Target
 from foredraft.training.prompts import windows
 from foredraft.tree import TokenTree
@@ -341,7 +342,7 @@ def timed_collecting(layers: int) -> dict[str, list[float]]:
     config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=layers, eos_token_id=None, bos_token_id=None, **sizes)
     model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     target, collector, chance = Target(model, owned=True, test=False), Collector(lambda piece: None), random.Random(0)
-    row = Text(list(range(40)))
+    row = StandIn(0, list(range(40)), 4096)
     passes, collecting = [], []
     with torch.inference_mode():
         target.open([row.ids])
@@ -362,18 +363,6 @@ def timed_collecting(layers: int) -> dict[str, list[float]]:
             target.commit(None, [accepted + 1])
     target.close()
     return {"collecting": collecting, "passes": passes}
-
-
-@dataclass
-class Text:
-    """A row."""
-
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 0
-    capacity: int = 4096
-    source: None = None
-    isolation: None = None
 
 
 def rate(calls: Sequence[Call]) -> float:

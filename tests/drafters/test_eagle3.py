@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from cover import covered
+from drafting import Row, request
 from helpers import alone, eagle3_head, generate, padded, prompts, tiny
 from paging import stored
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foredraft import ConfigurationError, Speculator, drafters, inflate, zoo
-from foredraft.drafters.base import DraftRequest, Feedback
+from foredraft.drafters.base import Feedback
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.heads.base import Batch
 from foredraft.heads.eagle3 import Eagle3Head, default_layers, draft_vocabulary
 from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.eagle3_layer import ELSEWHERE
 from foredraft.heads.inflation import inflate as inflate_head
-from foredraft.logits.noise import Noise
-from foredraft.logits.processors import Pipeline
-from foredraft.logits.sampler import Sampler
-from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 
@@ -149,26 +146,6 @@ def batch_of(head, rows, lengths=None) -> Batch:
     return Batch(ids, valid, valid.clone(), hidden, output.logits)
 
 
-@dataclass
-class Row:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 1
-    capacity: int = 500
-    isolation: str | None = None
-
-
-def request(rows, shape, proposal="deterministic", limits=None) -> DraftRequest:
-    lengths = [len(row.ids) for row in rows]
-    noise = Noise(torch.tensor([row.slot for row in rows]), torch.tensor(lengths) - 1)
-    sampled = [proposal != "deterministic"] * len(rows)
-    sampler = Sampler([Pipeline()] * len(rows), sampled, lengths, noise, lambda: torch.zeros(len(rows), 600, dtype=torch.long))
-    shape = TreeShape.parse(shape)
-    limits = limits or [shape.depth] * len(rows)
-    needs_q = proposal in ("iid", "without-replacement")
-    return DraftRequest(rows, shape, shape.depth, limits, proposal, needs_q, 128, torch.device("cpu"), sampler)
-
-
 def begun(head, texts) -> tuple[Eagle3, list[Row]]:
     """A drafter behind prompts and their first tokens: all of ``texts`` but its last one were prompts."""
     drafter = Eagle3(head)
@@ -205,7 +182,7 @@ def test_training_is_drafting_from_every_place_of_a_text(variant):
 def test_what_the_drafter_says_at_depth_i_is_what_step_i_was_trained_to_say(variant):
     head, text = made(variant), prompts((16,))[0]
     drafter, rows = begun(head, [text[:9]])
-    expand = drafter._expand(request(rows, "chain(5)"))
+    expand = drafter._expand(request(rows, shape="chain(5)"))
     said = [expand(TokenTree.from_chain(torch.tensor([text[8 : 9 + depth]])), depth)[0, -1] for depth in range(5)]
     with torch.no_grad():
         layer = head.layer()
@@ -309,7 +286,7 @@ def test_every_node_of_a_draft_is_what_its_path_says(shape, lengths):
     head = eagle3_head()
     drafter, rows = begun(head, prompts(lengths, seed=4))
     levels = heard(drafter)
-    tree = drafter.draft(request(rows, shape))
+    tree = drafter.draft(request(rows, shape=shape))
     direct, count = Direct(head), 0
     for index, row in enumerate(rows):
         features, said = features_of(head, row.ids), {}
@@ -346,7 +323,7 @@ def heard(drafter) -> list:
 def test_q_is_what_the_head_says_at_every_node(proposal, shape, variant):
     head = made(variant)
     drafter, rows = begun(head, prompts((9, 5), seed=4))
-    tree = drafter.draft(request(rows, shape, proposal))
+    tree = drafter.draft(request(rows, shape=shape, proposal=proposal))
     direct, kept = Direct(head), list(range(128)) if variant == "published" else FAVOURITES
     assert tree.q is not None and tree.proposal == proposal
     for index, row in enumerate(rows):
@@ -360,7 +337,7 @@ def test_q_is_what_the_head_says_at_every_node(proposal, shape, variant):
 
 def test_a_processor_that_forbids_the_draft_vocabulary_leaves_a_distribution():
     drafter, rows = begun(made("few tokens"), prompts((9,)))
-    logits = drafter._expand(request(rows, "chain(1)"))(TokenTree.root(torch.tensor([rows[0].ids[-1]])), 0)[0, 0]
+    logits = drafter._expand(request(rows, shape="chain(1)"))(TokenTree.root(torch.tensor([rows[0].ids[-1]])), 0)[0, 0]
     assert (logits == ELSEWHERE).sum() == 78
     logits[FAVOURITES] = float("-inf")
     assert torch.softmax(logits, -1).sum().item() == pytest.approx(1)
@@ -395,7 +372,7 @@ def test_nothing_of_rejected_branches_stays(shape):
 def test_rows_come_and_go_at_any_round_and_rounds_without_a_draft_are_caught_up():
     head, texts = eagle3_head(), prompts((30, 25, 28, 31), seed=8)
     drafter, rows = begun(head, [text[:9] for text in texts[:3]])
-    drafter.draft(request(rows, "product(2,2)"))
+    drafter.draft(request(rows, shape="product(2,2)"))
     observe(drafter, rows, texts, [3, 1, 2])
     observe(drafter, rows, texts, [1, 2, 1])  # nothing was drafted
     agrees(drafter, rows)
@@ -437,7 +414,7 @@ def observe(drafter, rows, texts, counts):
 
 def agrees(drafter, rows):
     fresh, others = begun(drafter.source, [row.ids for row in rows])
-    mine, theirs = drafter.draft(request(rows, "product(2,2)")), fresh.draft(request(others, "product(2,2)"))
+    mine, theirs = drafter.draft(request(rows, shape="product(2,2)")), fresh.draft(request(others, shape="product(2,2)"))
     assert torch.equal(mine.tokens, theirs.tokens)
     torch.testing.assert_close(drafter._states, fresh._states, atol=2e-4, rtol=1e-4)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
 
+import drafting
 import pytest
 import torch
 from cover import covered
@@ -20,8 +21,7 @@ from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose
-from foredraft.logits.processors import Pipeline
-from foredraft.logits.sampler import Sampler, fit_vocabulary
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -34,27 +34,10 @@ VOCAB = 5
 TREES = ["product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=3,total=9)", "opt(total=8,depth=5,delta=0.05)"]
 
 
-class Row:
-    def __init__(self, ids: list[int], slot: int):
-        self.ids, self.slot, self.prompt_length, self.capacity = ids, slot, 1, 500
-
-
 def request(texts: Sequence[Sequence[int]], shape: TreeShape, proposal: str, limits: Sequence[int] | None = None) -> DraftRequest:
-    lengths = [len(text) for text in texts]
-    noise = Noise(torch.arange(len(texts)) + 77, torch.tensor(lengths) - 1)
-    sampler = Sampler([Pipeline()] * len(texts), [proposal != "deterministic"] * len(texts), lengths, noise, lambda: torch.zeros(1, 1))
-    rows = [Row(list(text), slot) for slot, text in enumerate(texts)]
-    return DraftRequest(
-        rows=rows,
-        shape=shape,
-        depth=shape.depth,
-        limits=limits or [shape.depth] * len(texts),
-        proposal=proposal,
-        needs_q=shape.static and proposal in ("iid", "without-replacement"),
-        vocab_size=VOCAB,
-        device=torch.device("cpu"),
-        sampler=sampler,
-    )
+    rows, limits = [drafting.Row(list(text), 77 + slot) for slot, text in enumerate(texts)], limits or [shape.depth] * len(texts)
+    needs_q = shape.static and proposal in ("iid", "without-replacement")
+    return drafting.request(rows, vocabulary=VOCAB, shape=shape, proposal=proposal, needs_q=needs_q, limits=limits)
 
 
 def texts_of(tree: TokenTree, row: int) -> list[tuple[int, ...]]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import vocabularies
 from cover import covered
+from drafting import Row
 from helpers import PAD, generate, perturbed, plainly, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
@@ -147,10 +148,10 @@ def test_texts_are_read_again_where_that_pays(again: float, tmp_path: Path):
     learning.read_again = lambda tokens, seconds: read.append(tokens)  # type: ignore[method-assign]
     assert generate(speculator, ROWS, max_new_tokens=9) == plainly(tiny(), ROWS, max_new_tokens=9)
     assert bool(read) == bool(again)
-    row = FakeRow(list(range(100)), prompt_length=20, capacity=140)
+    row = Row(list(range(100)), prompt_length=20, capacity=140)
     learning._round, learning._reading = 0.1, 0.001
     learning.buffer["again"] = 0.1  # 40 tokens ahead save 0.4 s, and 100 tokens take 0.1 s
-    assert learning.reads_again([row]) and not learning.reads_again([FakeRow(row.ids, prompt_length=98, capacity=140)])
+    assert learning.reads_again([row]) and not learning.reads_again([Row(row.ids, prompt_length=98, capacity=140)])
 
 
 # -- the law --------------------------------------------------------------------------------------------------------------
@@ -188,19 +189,11 @@ def test_a_swap_between_draft_and_verification_would_be_found(tmp_path: Path, co
 # -- what is collected ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FakeRow:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 2
-    capacity: int = 10**9
-
-
 @pytest.mark.parametrize(
     ("vocabulary", "share"), [(1000, 1.0), (collecting.LIGHT, 1.0), (2 * collecting.LIGHT, 0.5), (10**6, collecting.OTHERS)]
 )
 def test_of_a_large_vocabulary_fewer_places_are_kept(vocabulary: int, share: float):
-    collector, row = Collector(lambda piece: None), FakeRow([0] * 3000)
+    collector, row = Collector(lambda piece: None), Row([0] * 3000)
     feedback = Feedback(None, [2000], None, torch.empty(1, 1, vocabulary))  # type: ignore[arg-type]
     feedback = replace(feedback, tree=SimpleNamespace(height=2000))
     collector._lengths[0] = 500
@@ -278,7 +271,7 @@ def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_pat
     layout = Layout(width)
     buffer = Buffer(tmp_path / "texts", layout, create=True)
     collector, generator = Collector(buffer.add, layout), torch.Generator().manual_seed(0)
-    rows, size = [FakeRow([0, 1], slot) for slot in range(64)], (tmp_path / "texts").stat().st_size
+    rows, size = [Row([0, 1], slot) for slot in range(64)], (tmp_path / "texts").stat().st_size
     collector.begin(rows)
     tokens, kept = 0, []
     logits, hidden = torch.randn(64, 32, 20, generator=generator), torch.randn(64, 32, width, generator=generator)
@@ -294,7 +287,7 @@ def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_pat
         assert all(each.read < layout.length for each in collector._stretches.values())
         if len(rows[0].ids) > 3000:
             collector.end(rows)
-            rows = [FakeRow([0, 1], slot) for slot in range(64)]
+            rows = [Row([0, 1], slot) for slot in range(64)]
             collector.begin(rows)
     assert max(kept) <= 64 * layout.places and buffer["written"] > TRIAL + NEW + 64
     assert (tmp_path / "texts").stat().st_size == size < 40 << 20
@@ -382,7 +375,7 @@ def learning_at(folder: Path, clock: Clock, start: Any, **options: Any) -> Learn
 
 def serve(learning: Learning, clock: Clock, seconds: float, *, alive: bool = False) -> None:
     """Rounds of one row for so long; a learner that is ``alive`` shows it."""
-    row = FakeRow(list(range(40)))
+    row = Row(list(range(40)))
     feedback = Feedback(TokenTree.from_chain(torch.zeros(1, 5, dtype=torch.long)), [2], None)
     learning.begin([row])
     end = clock.now + seconds

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from cover import covered
+from drafting import Row, request
 from helpers import PAD, Oracle, alone, generate, padded, perturbed, plainly, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paging import stored
 
 from foredraft import ConfigurationError, Speculator
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.merging import Part, kept_paths, merged, own_feedback
 from foredraft.drafters.several import Several
-from foredraft.logits.processors import Pipeline
-from foredraft.logits.sampler import Sampler
 from foredraft.rows import RowParameters
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
@@ -48,43 +47,29 @@ class Fixed(Drafter):
         self.told.append(list(feedback.accepted))
 
 
-@dataclass
-class StandIn:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 1
-    capacity: int = 500
-
-
-def request(rows: Sequence[StandIn], shape: TreeShape) -> DraftRequest:
-    count = len(rows)
-    sampler = Sampler([Pipeline()] * count, [False] * count, [len(row.ids) for row in rows], None, lambda: torch.zeros(count, 1))
-    return DraftRequest(rows, shape, shape.depth, [shape.depth] * count, "mixed", False, 128, CPU, sampler)
-
-
 # -- who is asked ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_proposal_is_taken_and_nobody_else_is_asked():
     first, second, model = Fixed([5, 6], slots=[0]), Fixed([7, 8]), Fixed([9], runs_a_model=True)
     several = Several([model, first, second])  # a model is asked last wherever it stands
-    rows = [StandIn([1, 2, 3], slot=0), StandIn([1, 2, 4], slot=1)]
-    tree = several.draft(request(rows, TreeShape.chain(3)))
+    rows = [Row([1, 2, 3], slot=0), Row([1, 2, 4], slot=1)]
+    tree = several.draft(request(rows, 3, proposal="mixed"))
     assert tree.chain and tree.tokens.tolist() == [[3, 5, 6], [4, 7, 8]]
     assert [len(each.asked) for each in (first, second, model)] == [1, 1, 0]
-    tree = several.draft(request(rows[:1], TreeShape.chain(3)))
+    tree = several.draft(request(rows[:1], 3, proposal="mixed"))
     assert tree.tokens.tolist() == [[3, 5, 6]] and (tree.proposal, tree.q) == ("mixed", None)
     assert [len(each.asked) for each in (first, second, model)] == [2, 1, 0]
     second.slots = []
-    assert several.draft(request(rows[1:], TreeShape.chain(3))).tokens.tolist() == [[4, 9]]
+    assert several.draft(request(rows[1:], 3, proposal="mixed")).tokens.tolist() == [[4, 9]]
     model.slots = []
-    assert several.draft(request(rows, TreeShape.chain(3))).tokens.tolist() == [[3, 5, 6], [4, 0, 0]]
-    assert several.draft(request(rows[1:], TreeShape.chain(3))).nodes == 1
+    assert several.draft(request(rows, 3, proposal="mixed")).tokens.tolist() == [[3, 5, 6], [4, 0, 0]]
+    assert several.draft(request(rows[1:], 3, proposal="mixed")).nodes == 1
 
 
 def test_whoever_has_extra_nodes_is_asked_in_every_round():
     first, window = Fixed([5, 6]), Fixed([7], extra_nodes=2)
-    Several([first, window]).draft(request([StandIn([1, 2, 3])], TreeShape.chain(3)))
+    Several([first, window]).draft(request([Row([1, 2, 3])], 3, proposal="mixed"))
     assert len(window.asked) == 1
 
 
@@ -95,7 +80,7 @@ def test_copies_are_asked_for_chains(branches: bool, expected: str):
     branching = Several(["suffix", "token-recycling"])
     assert branching.info.auto_branches and branching.info.grows
     drafter = Fixed([5], branches=True, auto_branches=branches)
-    Several([drafter, "ngram"]).draft(request([StandIn([1, 2, 3])], TreeShape.opt(8, 4, delta=0.0, k=8)))
+    Several([drafter, "ngram"]).draft(request([Row([1, 2, 3])], shape=TreeShape.opt(8, 4, delta=0.0, k=8), proposal="mixed"))
     assert str(drafter.asked[0].shape) == expected
 
 
@@ -103,10 +88,10 @@ def test_what_the_only_draft_expects_is_what_several_expects():
     first, second = Fixed([5], slots=[0]), Fixed([6])
     first.expected_accepted = 0.75
     several = Several([first, second])
-    rows = [StandIn([1, 2, 3], slot=0), StandIn([1, 2, 4], slot=1)]
-    several.draft(request(rows[:1], TreeShape.chain(3)))
+    rows = [Row([1, 2, 3], slot=0), Row([1, 2, 4], slot=1)]
+    several.draft(request(rows[:1], 3, proposal="mixed"))
     assert several.expected_accepted == 0.75
-    several.draft(request(rows, TreeShape.chain(3)))
+    several.draft(request(rows, 3, proposal="mixed"))
     assert several.expected_accepted is None
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from architectures import build
+from drafting import Row
 from helpers import alone, clone, generate, padded, plainly, prompts, small_llama, tiny
 
 from foredraft import ConfigurationError, Speculator
@@ -17,14 +18,6 @@ from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.skip_tuning import SkipTuner
 from foredraft.models.skips import SkipSet
 from foredraft.target import Target
-
-
-@dataclass
-class FakeRow:
-    ids: list[int]
-    prompt_length: int = 4
-    slot: int = 0
-    capacity: int = 10**6
 
 
 @dataclass
@@ -49,7 +42,7 @@ def planted():
 
 
 def rows(count=1, length=90, vocabulary=97):
-    return [FakeRow(ids, slot=slot) for slot, ids in enumerate(prompts([length] * count, vocabulary=vocabulary))]
+    return [Row(ids, slot, prompt_length=4) for slot, ids in enumerate(prompts([length] * count, vocabulary=vocabulary))]
 
 
 @pytest.fixture

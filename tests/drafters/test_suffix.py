@@ -54,11 +54,6 @@ def _real(tree) -> list[list[bool]]:
     return [[True] * tree.nodes] * tree.rows if tree.valid is None else tree.valid.tolist()
 
 
-def tree_request(rows, shape: str, **options):
-    shape = TreeShape.parse(shape)
-    return replace(request(rows, depth=shape.depth, **options), shape=shape)
-
-
 # -- the automaton ------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +262,7 @@ def test_a_tree_begins_with_who_was_right():
     one, two, *_ = TOPICS
     asked(drafter, row, one, one.later)
     asked(drafter, row, two)
-    tree = drafter.draft(tree_request([row], "product(2,1,1)"))
+    tree = drafter.draft(request([row], shape="product(2,1,1)"))
     assert tree.tokens[0, 1] == two.later[0] and two.stale[0] in tree.tokens[0].tolist(), "and the others branch off"
 
 
@@ -377,7 +372,7 @@ def test_rows_come_and_go():
 def test_a_tree_holds_what_is_likely():
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
     row = Row(text)
-    tree = Suffix().draft(tree_request([row], "product(2,2,1)"))
+    tree = Suffix().draft(request([row], shape="product(2,2,1)"))
     tree.check(128)
     paths = {()}
     for node in range(1, tree.nodes):
@@ -390,12 +385,12 @@ def test_a_tree_holds_what_is_likely():
     assert {(4,), (3,), (4, 8), (4, 9)} <= paths
     assert tree.nodes - 1 <= TreeShape.parse("product(2,2,1)").nodes
     assert tree.tokens[0, 1] == 4, "the most frequent and most recent first"
-    few = Suffix(min_probability=0.4).draft(tree_request([row], "product(2,2,1)"))
+    few = Suffix(min_probability=0.4).draft(request([row], shape="product(2,2,1)"))
     assert few.tokens[0].tolist()[:2] == [2, 4] and few.nodes < tree.nodes
-    assert Suffix(factor=0, offset=2).draft(tree_request([row], "product(2,2,1)")).nodes == 3
-    shallow = Suffix(factor=0, offset=2).draft(tree_request([row], "product(2,2,1)", limits=[1]))
+    assert Suffix(factor=0, offset=2).draft(request([row], shape="product(2,2,1)")).nodes == 3
+    shallow = Suffix(factor=0, offset=2).draft(request([row], shape="product(2,2,1)", limits=[1]))
     assert shallow.tokens[0].tolist() == [2, 4, 3], "no node is spent where there is no room"
-    pruned = Suffix().draft(tree_request([row], "opt(total=6,depth=3,delta=0,floor=0.4)"))
+    pruned = Suffix().draft(request([row], shape="opt(total=6,depth=3,delta=0,floor=0.4)"))
     assert pruned.nodes == few.nodes
 
 
@@ -404,7 +399,7 @@ def test_a_tree_holds_what_is_likely():
 def test_a_tree_begins_with_what_a_chain_would_be(ids, depth):
     drafter, row = Suffix(), Row(list(ids))
     (chain,) = drafted(drafter.draft(request([row], depth=depth)))
-    tree = drafter.draft(tree_request([row], f"opt(total=12,depth={depth},delta=0)"))
+    tree = drafter.draft(request([row], shape=f"opt(total=12,depth={depth},delta=0)"))
     assert tree.tokens[0, 1 : 1 + len(chain)].tolist() == chain
     assert tree.parents[0, 1 : 1 + len(chain)].tolist() == list(range(len(chain)))
 
@@ -423,7 +418,7 @@ def test_trees_are_trees(rows, past, limit):
         drafter.store.add(each)
     live = [Row(list(ids), slot=index) for index, ids in enumerate(rows)]
     drafter.begin(live)
-    made = drafter.draft(tree_request(live, "dynamic(depth=4,k=3,total=9)", limits=[limit, *[4] * (len(live) - 1)]))
+    made = drafter.draft(request(live, shape="dynamic(depth=4,k=3,total=9)", limits=[limit, *[4] * (len(live) - 1)]))
     made.check(128)
     assert made.nodes <= 10 and made.depths.max() <= 4
     valid = made.valid[0] if made.valid is not None else np.ones(made.nodes, bool)
@@ -444,7 +439,7 @@ def test_the_source_that_promises_more_is_followed():
     assert drafted(drafter.draft(request([weak], depth=3))) == [[6, 7, 8]]
     strong = Row([1, 2, 3, 4, 99, 98, 97, 1, 2, 3, 4], slot=1)
     assert drafted(drafter.draft(request([strong], depth=3))) == [[99, 98, 97]]
-    both = drafter.draft(tree_request([strong], "product(2,1,1)"))
+    both = drafter.draft(request([strong], shape="product(2,1,1)"))
     assert {99, 5} <= set(both.tokens[0].tolist())
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 
 import pytest
 import torch
+from drafting import Row
 from helpers import alone, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -327,14 +327,6 @@ def test_a_token_that_the_draft_does_not_say_ends_its_chain():
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Row:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 1
-    capacity: int = 500
 
 
 @cache

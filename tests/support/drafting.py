@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -15,25 +15,26 @@ from foredraft.shapes import TreeShape
 
 @dataclass
 class Row:
+    """A row without a session."""
+
     ids: list[int]
     slot: int = 0
     prompt_length: int = 1
     capacity: int = 500
-    children: list = field(default_factory=list)
+    isolation: str | None = None
 
 
-def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
+def request(rows, depth=5, vocabulary=128, shape=None, proposal="deterministic", **options) -> DraftRequest:
+    shape, drawn = TreeShape.parse(f"chain({depth})" if shape is None else shape), proposal in ("iid", "without-replacement")
     lengths = [len(row.ids) for row in rows]
     noise = Noise(torch.tensor([row.slot for row in rows]), torch.tensor(lengths) - 1)
     committed = torch.zeros(len(rows), 600, dtype=torch.long)
     for line, row in zip(committed, rows):
         line[: len(row.ids)] = torch.tensor(row.ids)
-    sampler = Sampler(
-        [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
-    )
-    options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
-    shape = TreeShape.parse(options.pop("shape", f"chain({depth})"))
-    return DraftRequest(rows=rows, shape=shape, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
+    sampler = Sampler([Pipeline()] * len(rows), [drawn or proposal == "keyed"] * len(rows), lengths, noise, lambda: committed)
+    options = {"limits": [shape.depth] * len(rows), "needs_q": drawn, **options}
+    device = torch.device("cpu")
+    return DraftRequest(rows, shape, shape.depth, proposal=proposal, vocab_size=vocabulary, device=device, sampler=sampler, **options)
 
 
 def drafted(tree) -> list[list[int]]:

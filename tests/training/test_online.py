@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import Row
 from helpers import generate, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,14 +43,6 @@ def model(seed: int = 0, layers: int = 1) -> LlamaForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
-
-
-@dataclass
-class Row:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 1
-    capacity: int = 10**9
 
 
 @dataclass
@@ -130,7 +123,7 @@ class Server:
     def serve(self, table: Table, tokens: int, seed: int) -> None:
         """One text; every round rejects at its last place, takes 0.1 s, and 0.1 more while the learner computes."""
         text = table.text(tokens + 4, seed)
-        row, end = Row(text[:1]), 1
+        row, end = Row(text[:1], capacity=10**9), 1
         self.learning.begin([row])
         while end < tokens:
             accepted = end % 3
