@@ -11,11 +11,9 @@ be interrupted at any time and goes on with --resume.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ import typer
 
 from foredraft import zoo
 from recipes.t5 import recipe
-from recipes.zoo.__main__ import Out, Resume, _keep_freed_memory, _needed, _read, _write
+from recipes.zoo.__main__ import Out, Resume, _needed, _read, _train, _write
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -90,31 +88,13 @@ def train(
     """Train one model (the target an hour and more on one core)."""
     from recipes.t5 import fit
     from recipes.t5.tokenization import Encoded
-    from recipes.zoo.fit import CHECKPOINT, Schedule
+    from recipes.zoo.fit import Schedule
 
-    _keep_freed_memory()
     chosen = recipe.MODELS[model.value]
-    chosen = replace(chosen, budget=budget or chosen.budget, cooldown=cooldown or chosen.cooldown)
+    schedule = Schedule(int((budget or chosen.budget) * 1e6), cooldown=cooldown or chosen.cooldown)
     base = out / f"t5-{task.value}"
-    folder, found = base / model.value, _needed(base / "pairs", "pairs")
-    if not resume and (folder / CHECKPOINT).exists():
-        raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
-    train, held_out = (Encoded.load(found / f"{half}.npz") for half in ("train", "held_out"))
-    run = fit.Run(chosen, folder)
-    if resume:
-        run.resume()
-    typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
-    schedule = Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
-    run.train(train, held_out, schedule)
-    account = {
-        "tokens": run.progress.tokens,
-        "epochs": run.progress.tokens / len(train.tokens),
-        "seconds": run.progress.seconds,
-        "budget": schedule.budget,
-        "cooldown": schedule.cooldown,
-        "machine": f"{os.cpu_count()} cores ({platform.machine()})",
-    }
-    _write(folder / "training.json", account)
+    train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
+    _train(base / model.value, partial(fit.Run, chosen), train, held_out, len(train.tokens), schedule, resume)
 
 
 @app.command()

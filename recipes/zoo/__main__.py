@@ -14,7 +14,9 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +25,7 @@ import typer
 from recipes.zoo import recipe
 
 if TYPE_CHECKING:
+    from recipes.zoo.fit import Run, Schedule
     from recipes.zoo.tokenization import Encoded
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -258,24 +261,33 @@ def _head(out: Path, kind: str, resume: bool) -> None:
 def _fit(out: Path, name: str, chosen: recipe.Recipe, resume: bool) -> None:
     from recipes.zoo import fit
 
-    _keep_freed_memory()
-    folder = out / name
-    if not resume and (folder / fit.CHECKPOINT).exists():
-        raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
     train, held_out = _tokens(out)
     schedule = fit.Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
-    run = fit.Run(recipe.llama_config(**chosen.architecture), folder, batch=chosen.batch, rates=chosen.rates, early=chosen.early)
+    made = partial(fit.Run, recipe.llama_config(**chosen.architecture), batch=chosen.batch, rates=chosen.rates, early=chosen.early)
+    _train(out / name, made, train.tokens, held_out.tokens, len(train.tokens), schedule, resume, lengths=chosen.batch.lengths)
+
+
+def _train(
+    folder: Path, made: Callable[[Path], Run], train: Any, held_out: Any, tokens: int, schedule: Schedule, resume: bool, **facts: Any
+) -> None:
+    """Begin or go on with what ``made`` makes of ``folder``, and write there what it took; an epoch has so many ``tokens``."""
+    from recipes.zoo.fit import CHECKPOINT
+
+    if not resume and (folder / CHECKPOINT).exists():
+        raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
+    _keep_freed_memory()
+    run = made(folder)
     if resume:
         run.resume()
-    typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
-    run.train(train.tokens, held_out.tokens, schedule)
+    typer.echo(f"{run.model.num_parameters():,} parameters, {tokens:,} tokens per epoch; compiling")
+    run.train(train, held_out, schedule)
     account = {
         "tokens": run.progress.tokens,
-        "epochs": run.progress.tokens / len(train.tokens),
+        "epochs": run.progress.tokens / tokens,
         "seconds": run.progress.seconds,
         "budget": schedule.budget,
         "cooldown": schedule.cooldown,
-        "lengths": chosen.batch.lengths,
+        **facts,
         "machine": f"{os.cpu_count()} cores ({platform.machine()})",
     }
     _write(folder / "training.json", account)
