@@ -1,8 +1,6 @@
 """The suite of drafters that need no training: who meets whom, replays, what is claimed, and what becomes of what fails."""
 
 import json
-import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +8,11 @@ import pytest
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import datasets, environment, peer_process, report, speed_tables
+from benchmarks import datasets, environment, report, speed_tables
 from benchmarks.cli import app
 from benchmarks.datasets import Prompt
 from benchmarks.drafters import DraftersSuite
 from benchmarks.drafters_plan import KINDS, RANDOM_TEXTS, Settings, cells, library_files, methods, turns, with_store
-from benchmarks.peer_process import ADAPTERS
 from benchmarks.simulation import Kept, Reading, Setting, Simulation, Texts, simulated
 from benchmarks.speed_calls import Measurement
 from benchmarks.speed_plan import RANDOM, TEXT
@@ -38,31 +35,6 @@ SMALL = Settings(
     timeout=20,
 )
 PLAIN, SUFFIX, NGRAM, MERGED = "foredraft plain", "foredraft suffix, auto", "foredraft ngram, auto", "foredraft several, auto"
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
-
-
-@pytest.fixture
-def adapters(tmp_path, monkeypatch):
-    """A folder of adapters, with a function that writes one and installs an environment for it."""
-    folder = tmp_path / "adapters"
-    folder.mkdir()
-    shutil.copy(ADAPTERS / "serve.py", folder)
-    monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("benchmarks.speed_runner.READ", 1 << 20)
-
-    def put(name, installed=True, **how):
-        (folder / f"{name}.py").write_text(engine(name, **how))
-        if installed:
-            home = tmp_path / "peers" / name / "venv" / "bin"
-            home.mkdir(parents=True)
-            (home / "python").symlink_to(sys.executable)
-
-    put("foredraft", second=0.01, per_pass=3)
-    return put
 
 
 def finished(tmp_path, work, **changes):

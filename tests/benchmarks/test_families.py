@@ -23,11 +23,6 @@ SMALL = Settings(targets=("qwen3", "gpt_oss"), repeats=2, tokens=8, contexts=(51
 OURS, LOOKUP, NARROW = "foredraft plain", "foredraft lookup, auto", "foredraft plain, int4"
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
-
-
 @pytest.mark.parametrize("name", nightly_but({("qwen3",), ("gemma3",), ("qwen3_moe",)}, [(name,) for name in SHAPES]))
 def test_text_goes_along_the_walk_and_copies_where_it_has_been(name, work):
     made = families_shapes.written(f"{name}-test", work)

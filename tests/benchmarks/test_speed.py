@@ -1,7 +1,6 @@
 """The speed suite: its arithmetic with a clock of its own, what becomes of peers that fail, and its report."""
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -12,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import checkpoints, environment, peer_process, report, speed_tables
+from benchmarks import checkpoints, environment, report, speed_tables
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.cli import app
 from benchmarks.figures import Figure, best
@@ -42,31 +40,6 @@ SMALL = Settings(
 )
 NOT_INSTALLED = "not installed: make peers installs it"
 PLAIN, AUTO = "foredraft plain", "foredraft draft, auto"
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("work")
-
-
-@pytest.fixture
-def adapters(tmp_path, monkeypatch):
-    """A folder of adapters, with a function that writes one and installs an environment for it."""
-    folder = tmp_path / "adapters"
-    folder.mkdir()
-    shutil.copy(ADAPTERS / "serve.py", folder)
-    monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("benchmarks.speed_runner.READ", 1 << 20)
-
-    def put(name, installed=True, **how):
-        (folder / f"{name}.py").write_text(engine(name, **how))
-        if installed:
-            home = tmp_path / "peers" / name / "venv" / "bin"
-            home.mkdir(parents=True)
-            (home / "python").symlink_to(sys.executable)
-
-    put("foredraft", second=0.01, per_pass=3)
-    return put
 
 
 def finished(tmp_path, work, clock=None, **changes):
