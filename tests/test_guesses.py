@@ -6,14 +6,15 @@ from functools import cache
 
 import pytest
 from helpers import make_drafter, repetitive, tiny
+from laws import law_of
 
-from foredraft import ConfigurationError, Grammar, RowParameters, Session, Speculator, rules, zoo
+from foredraft import ConfigurationError, Grammar, RowParameters, Speculator, zoo
 from foredraft.drafters.base import Drafter
 from foredraft.guesses import AHEAD, FIRST, Guessed, RowGuesses
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import ForcedTokens, Prediction
-from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget, continuations, distance, enumerate_law, plain_law
+from foredraft.testing import ProbabilityTable, ScriptedDrafter, distance, plain_law
 
 PROMPTS = repetitive((30, 17, 3))
 NEW = 40
@@ -98,15 +99,9 @@ def test_no_bias(proposal):
         def after(self, ids, prompt_length):
             return self.tokens if ids[-1] != 1 else ()
 
-    def run(enumeration):
-        rule, planner = rules.create("match"), FixedPlanner("chain(2)")
-        session = Session(
-            TableTarget(table), ScriptedDrafter(draft, proposal=proposal), rule, proposal=proposal, planner=planner, randomness=enumeration
-        )
-        parameters = [RowParameters(3, do_sample=True, seed=seed, guesses=(Sometimes(1, 2, 0),)) for seed in enumeration.seeds]
-        return continuations(session, [[0, 1]] * len(parameters), parameters)
-
-    assert distance(enumerate_law(run), plain_law(table, [0, 1], 3)) < 1e-6
+    drafter = ScriptedDrafter(draft, proposal=proposal)
+    law = law_of(table, drafter, "match", "chain(2)", guesses=(Sometimes(1, 2, 0),))
+    assert distance(law, plain_law(table, [0, 1], 3)) < 1e-6
 
 
 def test_other_rules_refuse_them():

@@ -10,16 +10,16 @@ from drafting import Row, drafted, request
 from helpers import alone, generate, make_drafter, padded, perturbed, plainly, prompts, repetitive, tiny, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import law_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foredraft import ConfigurationError, Session, Speculator, drafters, verification, zoo
+from foredraft import ConfigurationError, Speculator, drafters, zoo
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.ngram import NGram
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
 from foredraft.drafters.tries import Trie
-from foredraft.planning import FixedPlanner
-from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.testing import ProbabilityTable, distance, plain_law
 
 # -- prompt lookup ------------------------------------------------------------------------------------------------------
 
@@ -286,16 +286,8 @@ class Liar(NGram):
 
 
 def ngram_law(drafter: NGram, rule: str, shape: str):
-    target = TableTarget(ProbabilityTable.random(3, seed=1))
-    proposal = drafter.info.proposals[0]
-    law = continuation_law(
-        lambda randomness: Session(
-            target, drafter, verification.create(rule), proposal=proposal, planner=FixedPlanner(shape), randomness=randomness
-        ),
-        [0],
-        3,
-    )
-    return law, plain_law(target.table, [0], 3)
+    table = ProbabilityTable.random(3, seed=1)
+    return law_of(table, drafter, rule, shape, prompt=[0]), plain_law(table, [0], 3)
 
 
 @pytest.mark.parametrize(

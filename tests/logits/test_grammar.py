@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import VOCABULARY
 from cover import covered
-from helpers import LENGTHS, PAD, alone, generate, make_drafter, padded, prompts, tiny
+from grammar_cases import CONFIGURATIONS, LIST, NEW, STRINGS, DropsForbidden, constrained, speculator
+from helpers import LENGTHS, PAD, alone, generate, padded, prompts, tiny
+from laws import law_of
 from outlines_core import Index, Vocabulary
 from transformers import LogitsProcessor
 
-from foredraft import ConfigurationError, RowParameters, Session, Speculator, rules
+from foredraft import ConfigurationError, Speculator
 from foredraft.logits.processors import Pipeline, row_pipelines
-from foredraft.planning import FixedPlanner
 from foredraft.testing import (
     ProbabilityTable,
     ScriptedDrafter,
-    TableTarget,
-    continuations,
     distance,
-    enumerate_law,
     plain_law,
 )
 
 RECIPE = Path(__file__).parents[2] / "docs" / "constrained-decoding.md"
 EOS = 1
-STRINGS = [*"0123456789-,[]", *(f"{n}," for n in range(10)), *map(str, range(10, 99)), "[-", "],", ",,"]
 TOKENS = dict(enumerate(STRINGS[: VOCABULARY - 3], 3))
-GRAMMAR = r"\[-?[1-9][0-9]{0,2}(,-?[1-9][0-9]{0,2}){3,5}\]"
-NEW = 30  # more than the longest text takes
 
 
 def recipe():
@@ -50,22 +44,8 @@ def recipe():
     return Follows
 
 
-INDEX = Index(GRAMMAR, Vocabulary(EOS, {text: [token] for token, text in TOKENS.items()}))
+INDEX = Index(LIST, Vocabulary(EOS, {text: [token] for token, text in TOKENS.items()}))
 Follows = recipe()
-CONFIGURATIONS = {
-    "lookup": ("prompt-lookup", {"shape": "chain(5)"}),
-    "chain": ("iid", {"shape": "chain(4)"}),
-    "top-k": ("top-k", {"shape": "product(3,2,1)"}),
-    "without-replacement": ("without-replacement", {"shape": "product(3,2,1)"}),
-    "keyed": ("keyed", {"shape": "product(2,2,1)"}),
-    "grown": ("top-k", {"shape": "dynamic(depth=4,k=3,total=10)"}),
-}
-
-
-def speculator(name, **options):
-    siblings, given = CONFIGURATIONS[name]
-    drafter = siblings if name == "lookup" else make_drafter("draft-model", siblings=siblings)
-    return Speculator(tiny(), drafter, **given, **options)
 
 
 def run(speculator, rows, **options):
@@ -117,7 +97,7 @@ def test_every_sampled_text_parses(name, rule, rows):
     decoder = speculator(name, rule=rule)
     for seed in range(3):
         for tokens in run(decoder, rows, do_sample=True, temperature=1.2, top_k=0, seed=seed):
-            assert re.fullmatch(GRAMMAR, text_of(tokens))
+            assert re.fullmatch(LIST, text_of(tokens))
 
 
 @pytest.mark.parametrize(("name", "sampled"), covered([name for name in CONFIGURATIONS if name != "lookup"], [False, True], ways=1))
@@ -160,28 +140,6 @@ class Toy(LogitsProcessor):
         return scores.masked_fill(~torch.tensor(mask), -torch.inf)
 
 
-def constrained(table):
-    def masked(context):
-        p = table(context) * torch.tensor([may_follow(context, token) for token in range(table.vocab_size)])
-        return (p / p.sum()).tolist()
-
-    return ProbabilityTable(masked, table.vocab_size)
-
-
-class DropsForbidden(ScriptedDrafter):
-    """The planted fault: draws from q as it is, then removes what the grammar forbids."""
-
-    def draft(self, request):
-        free = replace(request.sampler, pipelines=[Pipeline()] * len(request.rows))
-        tree = super().draft(replace(request, sampler=free))
-        valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
-        for row, line in enumerate(request.rows):
-            for node in range(1, tree.nodes):
-                history = line.ids[:-1] + [int(tree.tokens[row, above]) for above in tree.path(row, node)]
-                valid[row, node] &= valid[row, tree.parents[row, node]] & may_follow(history[:-1], history[-1])
-        return replace(tree, valid=valid)
-
-
 TARGET, DRAFT = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
 LAWS = [
     ("rejection", "iid", "chain(2)"),
@@ -194,30 +152,19 @@ LAWS = [
 ]
 
 
-def law_of(drafter, rule, proposal, shape, count=3):
-    def run(enumeration):
-        parameters = [
-            RowParameters(max_new_tokens=count, do_sample=True, seed=seed, pipeline=Pipeline.alone([Toy()], prompt_length=1))
-            for seed in enumeration.seeds
-        ]
-        session = Session(
-            TableTarget(TARGET), drafter, rules.create(rule), proposal=proposal, planner=FixedPlanner(shape), randomness=enumeration
-        )
-        return continuations(session, [[0]] * len(parameters), parameters)
-
-    return enumerate_law(run)
+def error(drafter, rule, shape):
+    law = law_of(TARGET, drafter, rule, shape, prompt=[0], pipeline=Pipeline.alone([Toy()], prompt_length=1))
+    return distance(law, plain_law(constrained(TARGET, may_follow), [0], 3))
 
 
 @pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
 def test_the_law_under_a_grammar(rule, proposal, shape):
-    law = law_of(ScriptedDrafter(DRAFT, proposal=proposal), rule, proposal, shape)
-    assert distance(law, plain_law(constrained(TARGET), [0], 3)) < 1e-9
+    assert error(ScriptedDrafter(DRAFT, proposal=proposal), rule, shape) < 1e-9
 
 
 @pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
 def test_dropping_forbidden_draws_is_found(rule, proposal, shape):
-    law = law_of(DropsForbidden(DRAFT, proposal=proposal), rule, proposal, shape)
-    assert distance(law, plain_law(constrained(TARGET), [0], 3)) > 0.01
+    assert error(DropsForbidden(DRAFT, may_follow, proposal=proposal), rule, shape) > 0.01
 
 
 @pytest.mark.parametrize("module", ["xgrammar.contrib.hf", "outlines.processors.base_logits_processor"])

@@ -10,29 +10,20 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from helpers import LENGTHS, alone, generate, make_drafter, prompts, tiny
+from grammar_cases import CONFIGURATIONS, LIST, NEW, STRINGS, DropsForbidden, constrained, speculator
+from helpers import LENGTHS, alone, generate, prompts, tiny
+from laws import law_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 import foredraft
-from foredraft import ConfigurationError, Grammar, RowParameters, Session, Speculator, grammars, rules
+from foredraft import ConfigurationError, Grammar, RowParameters, Speculator, grammars
 from foredraft.logits import grammar_masks
 from foredraft.logits.grammar_masks import Walk
 from foredraft.logits.processors import Pipeline
-from foredraft.planning import FixedPlanner
-from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget, continuations, distance, enumerate_law, plain_law
+from foredraft.testing import ProbabilityTable, ScriptedDrafter, continuations, distance, plain_law
 
 EOS, END = 1, 2
-LIST = r"\[-?[1-9][0-9]{0,2}(,-?[1-9][0-9]{0,2}){3,5}\]"
-NEW = 30  # more than the longest text takes
-CONFIGURATIONS = {
-    "lookup": ("prompt-lookup", {"shape": "chain(5)"}),
-    "chain": ("iid", {"shape": "chain(4)"}),
-    "top-k": ("top-k", {"shape": "product(3,2,1)"}),
-    "without-replacement": ("without-replacement", {"shape": "product(3,2,1)"}),
-    "keyed": ("keyed", {"shape": "product(2,2,1)"}),
-    "grown": ("top-k", {"shape": "dynamic(depth=4,k=3,total=10)"}),
-}
 
 
 def library(name):
@@ -63,14 +54,7 @@ def byte_level(strings, special=("<pad>", "<eos>", "<end>")):
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
-STRINGS = [*"0123456789-,[]", *(f"{n}," for n in range(10)), *map(str, range(10, 99)), "[-", "],", ",,"]
 TOKENIZER = byte_level(STRINGS)  # of fewer tokens than the tiny models have
-
-
-def speculator(name, **options):
-    siblings, given = CONFIGURATIONS[name]
-    drafter = siblings if name == "lookup" else make_drafter("draft-model", siblings=siblings)
-    return Speculator(tiny(), drafter, **given, **options)
 
 
 def run(speculator, rows, backend, **options):
@@ -284,27 +268,6 @@ def may_follow(history, token):
     return any(match.startswith(text + ["", "a", "b", "ab"][token]) for match in MATCHES)
 
 
-def masked(table):
-    def allowed(context):
-        p = table(context) * torch.tensor([may_follow(context, token) for token in range(4)])
-        return (p / p.sum()).tolist()
-
-    return ProbabilityTable(allowed, 4)
-
-
-class DropsForbidden(ScriptedDrafter):
-    """The planted fault: draws from q as it is, then removes what the grammar forbids."""
-
-    def draft(self, request):
-        tree = super().draft(replace(request, sampler=replace(request.sampler, pipelines=[Pipeline()] * len(request.rows))))
-        valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
-        for row, line in enumerate(request.rows):
-            for node in range(1, tree.nodes):
-                history = line.ids[:-1] + [int(tree.tokens[row, above]) for above in tree.path(row, node)]
-                valid[row, node] &= valid[row, tree.parents[row, node]] & may_follow(history[:-1], history[-1])
-        return replace(tree, valid=valid)
-
-
 TARGET, DRAFT = ProbabilityTable.random(4, seed=1), ProbabilityTable.random(4, seed=3)
 LAWS = [
     ("rejection", "iid", "chain(2)"),
@@ -314,30 +277,21 @@ LAWS = [
 ]
 
 
-def law_of(drafter, backend, rule, proposal, shape, count=3):
-    own = Grammar(SPELLED, regex=PATTERN, backend=backend)
-    pipeline = Pipeline.alone([own], prompt_length=1)
-
-    def run(enumeration):
-        parameters = [RowParameters(count, do_sample=True, seed=seed, pipeline=pipeline) for seed in enumeration.seeds]
-        planner = FixedPlanner(shape)
-        session = Session(TableTarget(TARGET), drafter, rules.create(rule), proposal=proposal, planner=planner, randomness=enumeration)
-        return continuations(session, [[1]] * len(parameters), parameters)
-
-    return enumerate_law(run)
+def error(drafter, backend, rule, shape):
+    pipeline = Pipeline.alone([Grammar(SPELLED, regex=PATTERN, backend=backend)], prompt_length=1)
+    law = law_of(TARGET, drafter, rule, shape, prompt=[1], pipeline=pipeline)
+    return distance(law, plain_law(constrained(TARGET, may_follow), [1], 3))
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])  # outlines-core leaves out some tokens of some patterns
 @pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
 def test_the_law_under_a_grammar(rule, proposal, shape, name):
-    law = law_of(ScriptedDrafter(DRAFT, proposal=proposal), library(name), rule, proposal, shape)
-    assert distance(law, plain_law(masked(TARGET), [1], 3)) < 1e-9
+    assert error(ScriptedDrafter(DRAFT, proposal=proposal), library(name), rule, shape) < 1e-9
 
 
 @pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
 def test_dropping_forbidden_draws_is_found(rule, proposal, shape):
-    law = law_of(DropsForbidden(DRAFT, proposal=proposal), library("llguidance"), rule, proposal, shape)
-    assert distance(law, plain_law(masked(TARGET), [1], 3)) > 0.01
+    assert error(DropsForbidden(DRAFT, may_follow, proposal=proposal), library("llguidance"), rule, shape) > 0.01
 
 
 def test_a_matcher_that_does_not_go_back_is_found(backend, rows, monkeypatch):

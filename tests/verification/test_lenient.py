@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from laws import law_of
 
 from foredraft import Speculator, zoo
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise
-from foredraft.planning import FixedPlanner
-from foredraft.session import Session
-from foredraft.testing import Law, ProbabilityTable, ScriptedDrafter, TableTarget, continuation_law, distance, plain_law
+from foredraft.testing import Law, ProbabilityTable, ScriptedDrafter, distance, plain_law
 from foredraft.tree import TokenTree
 from foredraft.verification import create
 from foredraft.verification.lenient import Lenient
@@ -34,13 +33,7 @@ def zeroed(table: ProbabilityTable) -> ProbabilityTable:
 
 
 def enumerated(rule: str, p: ProbabilityTable, q: ProbabilityTable) -> Law:
-    def session(randomness):
-        drafter = ScriptedDrafter(q, proposal="iid")
-        return Session(
-            TableTarget(p), drafter, create(rule), proposal="iid", planner=FixedPlanner(f"chain({DEPTH})"), randomness=randomness
-        )
-
-    return continuation_law(session, list(PROMPT), COUNT)
+    return law_of(p, ScriptedDrafter(q, proposal="iid"), rule, f"chain({DEPTH})", prompt=PROMPT, count=COUNT)
 
 
 def at_a_drafted_position(p: list[float], q: list[float], epsilon: float) -> Iterator[tuple[int, bool, float]]:

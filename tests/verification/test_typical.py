@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
+from laws import law_of
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise
-from foredraft.planning import FixedPlanner
-from foredraft.session import Session
-from foredraft.testing import Enumeration, ProbabilityTable, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
+from foredraft.testing import Enumeration, ProbabilityTable, ScriptedDrafter, World, distance, plain_law
 from foredraft.tree import TokenTree
 from foredraft.verification import create
 from foredraft.verification.typical import Typical
@@ -87,12 +86,7 @@ def test_a_greedy_row_keeps_only_the_argmax():
 def test_enumeration_finds_it_biased():
     """It is far from the target's law with a draft and without one: its own tokens are greedy."""
     for drafter in (ScriptedDrafter(Q, proposal="iid"), ScriptedDrafter(Q, proposal="iid", depth=0)):
-
-        def session(randomness, drafter=drafter):
-            rule = create("typical")
-            return Session(TableTarget(P), drafter, rule, proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness)
-
-        assert distance(continuation_law(session, PROMPT, 3), plain_law(P, PROMPT, 3)) > 0.2
+        assert distance(law_of(P, drafter, "typical", "chain(2)"), plain_law(P, PROMPT, 3)) > 0.2
 
 
 def test_it_asks_for_no_noise():
