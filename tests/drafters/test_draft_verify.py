@@ -6,8 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,29 +17,18 @@ from cover import nightly_but
 from helpers import PAD, generate, padded, prompts
 from kernel_cases import build as build_with_kernels
 from model_changes import add_adapter
-from own_layers import LAYERS, counted, model
-from paging import stored
+from own_layers import LAYERS, NEW, ROWS, SAMPLED, SHAPES, check_cache, check_text, error, model, tokens_read
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.models.skips import SkipSet
-from foredraft.planning import FixedPlanner
 from foredraft.quantization import quantize
-from foredraft.rows import RowParameters
-from foredraft.session import Session
-from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 from foredraft.tree import TokenTree
-from foredraft.verification import create as create_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
-NEW = 17
 FAMILIES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree" and name != "gemma3n_text"]
-SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"]
-ROWS = prompts((12, 5, 9))
-SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
 SKIPS = [
     SkipSet((3,), (2, 4)),
     SkipSet((1, 2, 3), (2, 4)),  # layer 2 is left out as a whole
@@ -52,21 +41,8 @@ TREE = TokenTree.from_parents(torch.tensor(prompts((5, 5, 5))), (-1, 0, 0, 1, 1)
 
 @pytest.mark.parametrize(("shape", "options"), [(SHAPES[0], {"do_sample": False}), (SHAPES[1], SAMPLED)], ids=["greedy", "sampled"])
 def test_lower_layers_read_every_token_once_and_the_others_once_more(shape: str, options: dict):
-    subject = model()
-    counts = counted(subject)
-    speculator = Speculator(subject, DraftVerify(skip=MIDDLE), shape=shape, execution="eager", reuse_prefix=False)
-    before = list(counts)
-    for rows in (ROWS[:1], ROWS):
-        stats = speculator.generate(**padded(rows), max_new_tokens=NEW, pad_token_id=PAD, **options).stats
-        seen = [after - earlier for after, earlier in zip(counts, before)]
-        before = list(counts)
-        assert stats.layer_tokens == seen and seen[0] == seen[2] < seen[1] == seen[3] == seen[4]
-        assert stats.accepted > 0 and (stats.accepted < stats.drafted or len(rows) == 1)
-        if len(rows) == 1:  # without filler: the prompt, a root in every pass after the prefill, and every drafted token
-            assert seen[0] == len(rows[0]) + stats.row_passes + stats.drafted
-    for execution in ("packed", "native"):
-        other = Speculator(model(), DraftVerify(skip=MIDDLE), shape=shape, execution=execution, reuse_prefix=False)
-        assert other.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options).stats.layer_tokens == seen
+    for seen in tokens_read(lambda: DraftVerify(skip=MIDDLE), shape, options):
+        assert seen[0] == seen[2] < seen[1] == seen[3] == seen[4]
 
 
 EVERY_SHAPE = list(itertools.product(("eager", "packed", "native"), SHAPES))
@@ -74,23 +50,8 @@ EVERY_SHAPE = list(itertools.product(("eager", "packed", "native"), SHAPES))
 
 @pytest.mark.parametrize(("execution", "shape"), nightly_but([*EVERY_SHAPE[:2], EVERY_SHAPE[4], *EVERY_SHAPE[7:]], EVERY_SHAPE))
 def test_text_is_plain_while_the_set_changes(execution: str, shape: str):
-    plain = Speculator(model(), "none", rule="match", execution="eager")
     drafter = DraftVerify(skip=MIDDLE)
-    speculator = Speculator(model(), drafter, rule="match", shape=shape, execution=execution)
-    for options in ({"do_sample": False}, SAMPLED):
-        expected = generate(plain, ROWS, max_new_tokens=NEW, **options)
-        session = speculator.session()
-        texts: dict[int, list[int]] = {}
-        for index, row in enumerate(ROWS):
-            texts[session.add(row, RowParameters(max_new_tokens=NEW, do_sample=bool(options["do_sample"]), seed=(7, index)))] = []
-        rounds = 0
-        while session.live:
-            drafter.skip = SKIPS[rounds % len(SKIPS)]
-            rounds += 1
-            for commit in session.step():
-                texts[commit.slot] += commit.tokens
-        session.close()
-        assert list(texts.values()) == expected
+    check_text(drafter, shape, execution, lambda rounds: setattr(drafter, "skip", SKIPS[rounds % len(SKIPS)]))
 
 
 def test_what_the_planner_measures_is_not_counted():
@@ -181,19 +142,7 @@ def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
     for options, skip in zip(({"do_sample": False}, SAMPLED), sets):
         drafter.skip = skip
         assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
-    session = speculator.session()
-    for row in rows:
-        session.add(row, RowParameters(max_new_tokens=12))
-    for drafter.skip in sets:
-        session.step()
-    cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
-    texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
-    fresh.open(texts)
-    fresh.prefill(texts, first=0)
-    for row, text in enumerate(texts):
-        for ours, theirs in zip(stored(cache, row, len(text)), stored(fresh.cache, row, len(text)), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    session.close()
+    check_cache(speculator, rows, [partial(setattr, drafter, "skip", skip) for skip in sets])
 
 
 @pytest.mark.parametrize(
@@ -208,19 +157,7 @@ def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
     ],
 )
 def test_the_law_is_the_targets(rule: str, siblings: str, shape: str):
-    p, q = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
-    whole = TreeShape.parse(shape)
-
-    def session(randomness: Any) -> Session:
-        target: Any = TableTarget(p, early=q)
-        target.sublayers = SimpleNamespace(check=lambda skip: None)
-        drafter = DraftVerify(skip=SkipSet((0,)), siblings=siblings)
-        drafter.bind(target)
-        proposal = drafter.proposals_for(whole)[0]
-        return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
-
-    with torch.inference_mode():
-        assert distance(continuation_law(session, [0, 1], 3), plain_law(p, [0, 1], 3)) < 1e-9
+    assert error(DraftVerify(skip=SkipSet((0,)), siblings=siblings), rule, shape) < 1e-9
 
 
 def test_greedy_equals_transformers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from architectures import ARCHITECTURES, build, build_wide
 from cover import covered, nightly_but
 from helpers import PAD, generate, padded, prompts
-from own_layers import LAYERS, counted, model
-from paging import stored
+from own_layers import LAYERS, NEW, ROWS, SAMPLED, SHAPES, check_cache, check_text, counted, error, model, tokens_read
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -29,43 +27,25 @@ from foredraft.heads.exit import ExitHead
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.layers import LayerRanges
-from foredraft.planning import FixedPlanner, Round
+from foredraft.planning import Round
 from foredraft.planning.costs import CostModel, StandIn
 from foredraft.rows import RowParameters
-from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.testing import ProbabilityTable, TableTarget
 from foredraft.tree import TokenTree
 from foredraft.verification import create as create_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
-NEW = 17
 TREES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
 SHARED = {"gemma3n_text"}  # upper layers read the keys of lower ones
-SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"]
-ROWS = prompts((12, 5, 9))
-SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
 
 
 @pytest.mark.parametrize(("shape", "options"), covered(SHAPES[:2], [{"do_sample": False}, SAMPLED], ways=1))
 def test_every_layer_reads_every_token_once(shape: str, options: dict):
-    subject = model()
-    counts = counted(subject)
-    speculator = Speculator(subject, LayerSkip(exit=2), shape=shape, execution="eager", reuse_prefix=False)
-    before = list(counts)
-    for rows in (ROWS[:1], ROWS):
-        stats = speculator.generate(**padded(rows), max_new_tokens=NEW, pad_token_id=PAD, **options).stats
-        seen = [after - earlier for after, earlier in zip(counts, before)]
-        before = list(counts)
-        assert stats.layer_tokens == seen and len(set(seen)) == 1
-        assert stats.accepted > 0 and (stats.accepted < stats.drafted or len(rows) == 1)
-        if len(rows) == 1:  # without filler: the prompt, a root in every pass after the prefill, and every drafted token
-            assert seen[0] == len(rows[0]) + stats.row_passes + stats.drafted
-    for execution in ("packed", "native"):
-        other = Speculator(model(), LayerSkip(exit=2), shape=shape, execution=execution, reuse_prefix=False)
-        assert other.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options).stats.layer_tokens == seen
+    for seen in tokens_read(lambda: LayerSkip(exit=2), shape, options):
+        assert len(set(seen)) == 1
 
 
 def test_grown_trees_may_drop_nodes_and_no_more():
@@ -79,24 +59,8 @@ def test_grown_trees_may_drop_nodes_and_no_more():
 
 @pytest.mark.parametrize(("shape", "execution"), covered(SHAPES, ["eager", "packed", "native"], ways=1))
 def test_text_is_plain_while_the_exit_changes(shape: str, execution: str):
-    plain = Speculator(model(), "none", rule="match", execution="eager")
     drafter = LayerSkip(exit=2)
-    speculator = Speculator(model(), drafter, rule="match", shape=shape, execution=execution)
-    for options in ({"do_sample": False}, SAMPLED):
-        expected = generate(plain, ROWS, max_new_tokens=NEW, **options)
-        session = speculator.session()
-        texts = {}
-        for index, row in enumerate(ROWS):
-            seed = (7, index)
-            texts[session.add(row, RowParameters(max_new_tokens=NEW, do_sample=bool(options["do_sample"]), seed=seed))] = []
-        rounds = 0
-        while session.live:
-            drafter.exit = 1 + rounds % (LAYERS - 1)
-            rounds += 1
-            for commit in session.step():
-                texts[commit.slot] += commit.tokens
-        session.close()
-        assert list(texts.values()) == expected
+    check_text(drafter, shape, execution, lambda rounds: setattr(drafter, "exit", 1 + rounds % (LAYERS - 1)))
 
 
 FAMILIES = [name for name in TREES if name not in SHARED]
@@ -110,19 +74,7 @@ def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
     plain = Speculator(subject, "none", rule="match", execution="eager")
     for options in ({"do_sample": False}, SAMPLED):
         assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
-    session = speculator.session()
-    for row in rows:
-        session.add(row, RowParameters(max_new_tokens=12))
-    for _ in range(3):
-        session.step()
-    cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
-    texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
-    fresh.open(texts)
-    fresh.prefill(texts, first=0)
-    for row, text in enumerate(texts):
-        for ours, theirs in zip(stored(cache, row, len(text)), stored(fresh.cache, row, len(text)), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-    session.close()
+    check_cache(speculator, rows, [lambda: None] * 3)
 
 
 LAWS = [
@@ -137,22 +89,6 @@ LAWS = [
     ("match", "keyed", "dynamic(2,2,3)"),
 ]
 UNSURE = 0.45  # above some q of the tables below and below others
-
-
-def error(drafter: LayerSkip, rule: str, shape: str, *, early: Sequence[ProbabilityTable] = (), count: int = 3) -> float:
-    """How far the law of a text that is drafted with ``drafter`` is from the target's."""
-    p = ProbabilityTable.random(3, seed=1)
-    exits = early or [ProbabilityTable.random(3, seed=2)]
-    whole = TreeShape.parse(shape)
-
-    def session(randomness: Any) -> Session:
-        target: Any = TableTarget(p, early=exits)
-        drafter.bind(target)
-        proposal = drafter.proposals_for(whole)[0]
-        return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
-
-    with torch.inference_mode():
-        return distance(continuation_law(session, [0, 1], count), plain_law(p, [0, 1], count))
 
 
 @pytest.mark.parametrize(("rule", "siblings", "shape"), LAWS)
