@@ -13,13 +13,13 @@ import torch
 from cover import covered
 from helpers import alone, generate, repetitive
 from kernel_cases import DTYPES, needs_kernels
+from kernel_cases import always as always  # a fixture
 from safetensors.torch import load_file, save_file
 from stored import ABOUT, in_blocks, numbers, stored
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError, hub, zoo
 from foredraft.backends import native
-from foredraft.backends import packing as packing_module
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.kernel_pass import NativeModel
 from foredraft.backends.narrow import READ, format_of, is_held
@@ -125,12 +125,6 @@ def widened(model, dtype=torch.float32):
     state = {name: each.dequantize(dtype) if isinstance(each, GroupedTensor) else each for name, each in model.named_parameters()}
     found.load_state_dict({name: each.to(dtype) for name, each in state.items()}, strict=False)
     return found
-
-
-@pytest.fixture
-def always(monkeypatch):
-    """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
-    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
 
 
 # -- products --------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES, build
 from cover import covered
 from encoder_decoders import build as build_with_encoder
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
+from kernel_cases import always as always  # a fixture
 from torch import nn
 
 from foredraft import ConfigurationError, Speculator, TokenTree
@@ -52,12 +53,6 @@ FAMILIES = [
     "deepseek_v2",
     "gpt_oss",
 ]
-
-
-@pytest.fixture
-def always(monkeypatch):
-    """Tiny layers are not worth packing; here every one of them is packed."""
-    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
 
 
 def of(family, dtype=torch.float32):

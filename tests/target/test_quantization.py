@@ -9,6 +9,7 @@ import pytest
 import torch
 from cover import covered
 from helpers import PAD, alone, generate, repetitive
+from kernel_cases import always as always  # a fixture
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen2Config, Qwen3Config, TorchAoConfig
 
 from foredraft import ConfigurationError, Speculator, TokenTree, audit
@@ -63,12 +64,6 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     plain().save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture
-def always(monkeypatch):
-    """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
-    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
 
 
 def assert_close(got, wanted, dtype):
