@@ -14,6 +14,7 @@ from cover import by_turns
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.masking_utils import create_masks_for_generate
 
 from foredraft import outcome
@@ -105,9 +106,13 @@ def test_what_lies_within_limits(tree: TokenTree, limits: list[int]):
 # -- verdicts ---------------------------------------------------------------------------------------------------------------
 
 
-def sampler_of(rows: int, sampled: Sequence[bool] = (False,) * 3, seed: int = 0) -> Sampler:
+WARPERS = [TemperatureLogitsWarper(1.3), TopKLogitsWarper(3), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)]
+
+
+def sampler_of(rows: int, sampled: Sequence[bool] = (False,) * 3, seed: int = 0, *, warped: bool = False) -> Sampler:
+    pipeline = Pipeline.alone(WARPERS if warped else [], prompt_length=3)
     noise = Noise(torch.arange(rows) + seed, torch.arange(rows) + 2) if any(sampled[:rows]) else None
-    return Sampler([Pipeline()] * rows, list(sampled[:rows]), [3] * rows, noise, lambda: torch.zeros(1, 1))
+    return Sampler([pipeline] * rows, list(sampled[:rows]), [3] * rows, noise, lambda: torch.zeros(1, 1))
 
 
 def on_host(tree: TokenTree, logits: Tensor) -> outcome.Outcome | None:
@@ -163,7 +168,7 @@ def test_a_sampled_walk(tree: TokenTree, sampled: list[bool], data: st.DataObjec
     logits = 2.0 * torch.randint(0, 4, (tree.rows, tree.nodes, VOCAB), generator=generator)
     if odd is not None:
         logits[torch.rand(logits.shape[:2], generator=generator) < 0.3] = odd
-    sampler, monkeypatch = sampler_of(tree.rows, sampled, seed), pytest.MonkeyPatch()
+    sampler, monkeypatch = sampler_of(tree.rows, sampled, seed, warped=data.draw(st.booleans())), pytest.MonkeyPatch()
     theirs = in_tensors(tree, logits, monkeypatch, sampler)
     with monkeypatch.context() as patched:
         quick = []

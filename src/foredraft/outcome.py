@@ -117,9 +117,10 @@ def decide(
 
 
 def finite(scores: Tensor, logits: Tensor, sampler: Sampler) -> bool:
-    """At every node a token can be chosen: the largest score is finite, raw and processed."""
+    """At every node a token can be chosen: the largest score is finite, raw and processed. What warps scores leaves NaN and infinity."""
+    warped = all(pipeline.warping is not None for pipeline in sampler.pipelines)
     with one_thread(scores):
-        return all(bool(each.amax(-1).isfinite().all()) for each in ([scores] if sampler.plain else [scores, logits]))
+        return all(bool(each.amax(-1).isfinite().all()) for each in ([scores] if warped else [scores, logits]))
 
 
 def on_host(tree: TokenTree, choices: Greedy | Keyed, vocab_size: int) -> Outcome | None:

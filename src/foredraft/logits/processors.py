@@ -19,6 +19,7 @@ import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ class Pipeline:
     def empty(self) -> bool:
         return not self.stages
 
-    @property
+    @cached_property
     def warping(self) -> Warping | None:
         """What becomes of scores, where :class:`Warping` can say it; None where it cannot."""
         names, found = [type(stage.processor).__name__ for stage in self.stages], {}
