@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from benchmarks import checkpoints, datasets, sound, speed_plan
@@ -17,13 +18,13 @@ from benchmarks.datasets import Prompt
 from benchmarks.figures import Figure
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from benchmarks.report import Table
-from benchmarks.speed_calls import Calls
+from benchmarks.speed_calls import Calls, Measurement, later_tokens
 from benchmarks.speed_plan import AUTO, DRAFT, LOOKUP, PLAIN, Cell, Method
 from benchmarks.speed_runner import Block, PeerSuite
 from benchmarks.speed_tables import OURS, PLAIN_OF_OURS, Comparison, equality, failed, figures, quiet, ratio, sides, speed, split
 from benchmarks.suite import option
 from foredraft import zoo
-from foredraft.estimates import LEVEL, RESAMPLES, Estimate
+from foredraft.estimates import LEVEL, RESAMPLES, Estimate, Grid, quotient
 
 EMBEDDED = ("ast", "rename")
 GREEDY, SAMPLED = "greedy", "temperature 1"
@@ -126,7 +127,7 @@ class EncDecBlock(Block):
         """What passes and drafts cost in the middle of a text as long as those just written, of which the decoder has read nothing else."""
         written = [len(row) for each, _, rows in self.done if each.key == cell.key for row in rows]
         if cell.batch == 1 and written:
-            self._costs(repeat, int(median(written)) // 2, cell.temperature, cell.scenario, seconds=BETWEEN, sizes=False)
+            self._costs(repeat, int(median(written)) // 2, cell.temperature, cell.scenario, cell.index, seconds=BETWEEN, sizes=False)
 
     def _warm_up(self, calls: Sequence[Cell]) -> None:
         """With the first sources of each scenario and batch."""
@@ -252,8 +253,9 @@ class EncDec(PeerSuite[Settings]):
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
             "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
             f"it, timed one after the other in the middle of a text, {BETWEEN} s after each text, and a share of what the draft's encoder "
-            "takes, which reads the source once; what a round takes besides is not in them. α is the share of drafted tokens that are "
-            "kept, up to the first that is not.",
+            "takes, which reads the source once; what a round takes besides is not in them. Each text is compared with the costs timed "
+            "right after it, because the machine is faster in one minute than in another: the median over repeats, the mean over sources. "
+            "α is the share of drafted tokens that are kept, up to the first that is not.",
             quiet(self),
         ]
 
@@ -341,9 +343,11 @@ class Findings(Comparison):
 
     def compared(self) -> list[tuple[str, Estimate]]:
         """Measured over predicted speed-up, by mode; of every cell whose chains have a fixed length."""
-        return [(mode, measured / predicted) for mode, _, _, _, measured, predicted in self.predictions_of()]
+        return [(mode, fraction) for mode, *_, fraction in self.predictions_of()]
 
-    def predictions_of(self) -> list[tuple[str, str, str, float, Estimate, float]]:
+    def predictions_of(self) -> list[tuple[str, str, str, float, Estimate, float, Estimate]]:
+        """By mode, method and texts: α, the speed-up after the first token, what is predicted on average, and measured over predicted
+        speed-up text by text: the machine is faster in one minute than in another, and costs are timed right after each text."""
         found = []
         for task in self.run.categories:
             for how in TEMPERATURES:
@@ -351,33 +355,41 @@ class Findings(Comparison):
                 calls = self.calls(scenario=where)
                 for name in calls.by_method:
                     method = self.methods[name]
+                    if method.side != FOREDRAFT or method.length == 0:
+                        continue
                     measured = ratio(calls.decoding_rate(name), calls.decoding_rate(PLAIN_OF_OURS))
-                    ours = method.side == FOREDRAFT and method.length > 0
-                    predicted = self.expected(calls, name, where, TEMPERATURES[how]) if ours else None
-                    if measured is not None and predicted is not None:
-                        found.append((method.mode, name, where, alpha(calls, name) or 0.0, measured, predicted))
+                    expected = self.expected(calls, name, where)
+                    mine, plain = calls.seconds_per_token(name), calls.seconds_per_token(PLAIN_OF_OURS)
+                    if measured is not None and expected is not None and mine is not None and plain is not None:
+                        fraction = quotient(plain / mine / expected, np.ones_like(expected))
+                        predicted = float(np.median(expected, -1).mean())
+                        found.append((method.mode, name, where, alpha(calls, name) or 0.0, measured, predicted, fraction))
         return found
 
-    def expected(self, calls: Calls, name: str, where: str, temperature: float) -> float | None:
-        """The predicted speed-up in the scenario ``where``."""
-        method, share, kept = self.methods[name], alpha(calls, name), calls.acceptance(name)
+    def expected(self, calls: Calls, name: str, where: str) -> Grid | None:
+        """``[prompts, repeats]`` the predicted speed-up in the scenario ``where``."""
+        method, share = self.methods[name], alpha(calls, name)
         if method.mode == BIGRAM:
-            return None if share is None else sum(share**depth for depth in range(method.length + 1))
+            whole = None if share is None else sum(share**depth for depth in range(method.length + 1))
+            return calls.grid(name, lambda each: whole)
         curves = [each for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
-        mine = [each.values for each in curves if each.values["temperature"] == temperature]
-        mine = [each for each in mine if each.get("scenario", where) == where]  # older documents have none
-        if kept is None or not mine:
-            return None
-        plain, verified, draft, begin = (median(each[part] for each in mine) for part in ("t1", "tn", "draft", "begin"))
-        rounds = mean(each.rounds for each in calls.by_method[name] if each.rounds)  # of a text, which the draft's encoder reads once
-        return kept.value * plain / (verified + draft + begin / rounds)
+        mine = {(each.values["index"], each.repeat): each.values for each in curves if each.values.get("scenario") == where}
+
+        def predicted(each: Measurement) -> float | None:
+            costs, later = mine.get((each.index, each.repeat)), later_tokens(each)
+            if costs is None or not later or not each.rounds:
+                return None
+            begin = costs["begin"] / each.rounds  # the draft's encoder reads a source once
+            return later / each.rounds * float(costs["t1"]) / (costs["tn"] + costs["draft"] + begin)
+
+        return calls.grid(name, predicted)
 
     def predictions(self) -> Table:
         rows = [
-            (where, name, f"{share:.3f}", measured.spread.text(), f"{predicted:.2f}", (measured / predicted).spread.text())
-            for _, name, where, share, measured, predicted in self.predictions_of()
+            (where, name, f"{share:.3f}", measured.spread.text(), f"{predicted:.2f}", fraction.spread.text())
+            for _, name, where, share, measured, predicted, fraction in self.predictions_of()
         ]
-        columns = ("texts", "method", "α", "over plain, after the first token", "predicted", "measured over predicted")
+        columns = ("texts", "method", "α", "over plain, after the first token", "predicted", "measured over predicted, text by text")
         return Table(f"Speed-ups and what theory predicts, {self.where}", columns, rows)
 
 

@@ -135,6 +135,10 @@ class Calls:
         grids = [self.grid(each, lambda call: call.tokens / call.seconds) for each in (name, other)]
         return None if grids[0] is None or grids[1] is None else quotient(grids[0] / grids[1], np.ones_like(grids[1]))
 
+    def seconds_per_token(self, name: str) -> Grid | None:
+        """``[prompts, repeats]`` of the first row, after the tokens of its first pass."""
+        return self.grid(name, lambda each: (each.seconds - each.times[0]) / later if (later := later_tokens(each)) else None)
+
     def decoding_rate(self, name: str) -> Estimate | None:
         """Tokens per second of the first row after the tokens of its first pass: what rounds make, without the prompt's pass."""
         return self._quotient(name, later_tokens, lambda each: each.seconds - each.times[0] if each.times else None)

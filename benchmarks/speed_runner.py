@@ -391,9 +391,9 @@ class Block:
         if repeat < CURVE_REPEATS:
             self._costs(repeat, context)
 
-    def _costs(self, repeat: int, context: int, temperature: float = 0.0, scenario: str = "", **how: Any) -> None:
+    def _costs(self, repeat: int, context: int, temperature: float = 0.0, scenario: str = "", index: int | None = None, **how: Any) -> None:
         """Cost curves of Foredraft's draft models, and of drafts with layers of the target, in chains of a fixed length, at ``context``
-        tokens, drafts being drawn at ``temperature``."""
+        tokens, drafts being drawn at ``temperature``; ``index`` is that of a text which was just written."""
         for name, (method, key) in list(self.at.items()):
             if not (method.side == FOREDRAFT and method.mode in (DRAFT, LAYER_SKIP) and method.length):
                 continue
@@ -403,7 +403,7 @@ class Block:
             except PeerError as error:  # the calls themselves have been measured
                 self._failed(f"cost curve of {name}", "measurement", error)
                 continue
-            found = {**values, "temperature": temperature, "scenario": scenario}
+            found = {**values, "temperature": temperature, "scenario": scenario, "index": index}
             self.run_.curves.append(Curve(self.target.source, self.dtype, name, method.length, 1, repeat, found))
 
 

@@ -158,7 +158,7 @@ def claimed():
     drafts = {GREEDY: (0.0, 0.04), SAMPLED: (1.0, 0.08)}
     for task in run.categories:
         for how, (temperature, draft) in drafts.items():
-            about = {"temperature": temperature, "scenario": scenario(task, how)}
+            about = {"temperature": temperature, "scenario": scenario(task, how), "index": 0}
             run.curves.append(Curve("T", "bfloat16", OURS, 5, 1, 0, {"t1": 0.1, "tn": 0.11, "draft": draft, "begin": 0.08, **about}))
     return run
 
@@ -188,6 +188,25 @@ def test_figures(claimed):
     name = "bigram, γ = 3: measured over (1 - α^4)/(1 - α), the worst"
     assert found[name].spread.median == pytest.approx((1.0 / 0.9) / ((1 - share**4) / (1 - share)))
     assert not [name for name in found if "rename" in name and "best draft" in name]
+
+
+def test_a_text_is_compared_with_the_costs_that_were_timed_right_after_it(claimed):
+    """A minute in which the machine is half as fast changes neither side of the comparison."""
+
+    def compared():
+        return [each.value for _, each in claimed.findings()[0].compared()]
+
+    before = compared()
+    claimed.measurements += [
+        replace(each, index=1, seconds=2 * each.seconds, times=tuple(2 * each for each in each.times)) for each in claimed.measurements
+    ]
+    slow = [replace(each, values={**each.values, "index": 1}) for each in claimed.curves]
+    for each in slow:
+        each.values.update({part: 2 * each.values[part] for part in ("t1", "tn", "draft", "begin")})
+    claimed.curves += slow
+    assert compared() == pytest.approx(before)
+    slow[0].values["tn"] *= 2  # of that text alone
+    assert compared() != pytest.approx(before)
 
 
 def test_a_report_is_written_again_from_its_document(claimed):
