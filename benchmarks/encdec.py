@@ -373,7 +373,7 @@ class Findings(Comparison):
             whole = None if share is None else sum(share**depth for depth in range(method.length + 1))
             return calls.grid(name, lambda each: whole)
         curves = [each for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
-        mine = {(each.values["index"], each.repeat): each.values for each in curves if each.values.get("scenario") == where}
+        mine = {(each.values.get("index"), each.repeat): each.values for each in curves if each.values.get("scenario") == where}
 
         def predicted(each: Measurement) -> float | None:
             costs, later = mine.get((each.index, each.repeat)), later_tokens(each)
