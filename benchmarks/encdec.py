@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from benchmarks import checkpoints, datasets, sound, speed_plan
@@ -252,10 +251,10 @@ class EncDec(PeerSuite[Settings]):
             f"bootstrap intervals over sources and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
             "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
-            f"it, timed one after the other in the middle of a text, {BETWEEN} s after each text, and a share of what the draft's encoder "
-            "takes, which reads the source once; what a round takes besides is not in them. Each text is compared with the costs timed "
-            "right after it, because the machine is faster in one minute than in another: the median over repeats, the mean over sources. "
-            "α is the share of drafted tokens that are kept, up to the first that is not.",
+            f"it, timed one after the other in the middle of a text, {BETWEEN} s after each source, and a share of what the draft's "
+            "encoder takes, which reads the source once; what a round takes besides is not in them. Each text is compared with the costs "
+            "timed once all methods have written it, because the machine is faster in one minute than in another; sources count by their "
+            "seconds. α is the share of drafted tokens that are kept, up to the first that is not.",
             quiet(self),
         ]
 
@@ -346,8 +345,9 @@ class Findings(Comparison):
         return [(mode, fraction) for mode, *_, fraction in self.predictions_of()]
 
     def predictions_of(self) -> list[tuple[str, str, str, float, Estimate, float, Estimate]]:
-        """By mode, method and texts: α, the speed-up after the first token, what is predicted on average, and measured over predicted
-        speed-up text by text: the machine is faster in one minute than in another, and costs are timed right after each text."""
+        """By mode, method and texts: α, the speed-up after the first token, what is predicted, and measured over predicted speed-up text by
+        text: the machine is faster in one minute than in another, and costs are timed after all methods have written a text. Texts
+        count by their seconds: of plain decoding at the method's number of tokens, over what they would be if the prediction held."""
         found = []
         for task in self.run.categories:
             for how in TEMPERATURES:
@@ -360,10 +360,12 @@ class Findings(Comparison):
                     measured = ratio(calls.decoding_rate(name), calls.decoding_rate(PLAIN_OF_OURS))
                     expected = self.expected(calls, name, where)
                     mine, plain = calls.seconds_per_token(name), calls.seconds_per_token(PLAIN_OF_OURS)
-                    if measured is not None and expected is not None and mine is not None and plain is not None:
-                        fraction = quotient(plain / mine / expected, np.ones_like(expected))
-                        predicted = float(np.median(expected, -1).mean())
-                        found.append((method.mode, name, where, alpha(calls, name) or 0.0, measured, predicted, fraction))
+                    tokens = calls.grid(name, later_tokens)
+                    if measured is None or expected is None or mine is None or plain is None or tokens is None:
+                        continue
+                    fraction = quotient(plain * tokens, mine * expected * tokens)
+                    predicted = quotient(mine * expected * tokens, mine * tokens).value
+                    found.append((method.mode, name, where, alpha(calls, name) or 0.0, measured, predicted, fraction))
         return found
 
     def expected(self, calls: Calls, name: str, where: str) -> Grid | None:
@@ -374,13 +376,14 @@ class Findings(Comparison):
             return calls.grid(name, lambda each: whole)
         curves = [each for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
         mine = {(each.values.get("index"), each.repeat): each.values for each in curves if each.values.get("scenario") == where}
+        if not mine:
+            return None
+        usual = {part: median(each[part] for each in mine.values()) for part in ("t1", "tn", "draft", "begin")}  # where timing failed
 
-        def predicted(each: Measurement) -> float | None:
-            costs, later = mine.get((each.index, each.repeat)), later_tokens(each)
-            if costs is None or not later or not each.rounds:
-                return None
-            begin = costs["begin"] / each.rounds  # the draft's encoder reads a source once
-            return later / each.rounds * float(costs["t1"]) / (costs["tn"] + costs["draft"] + begin)
+        def predicted(each: Measurement) -> float:
+            costs, rounds = mine.get((each.index, each.repeat), usual), max(1, each.rounds or 0)  # a text may end with its first token
+            begin = costs["begin"] / rounds  # the draft's encoder reads a source once
+            return (later_tokens(each) or 0.0) / rounds * float(costs["t1"]) / (costs["tn"] + costs["draft"] + begin)
 
         return calls.grid(name, predicted)
 

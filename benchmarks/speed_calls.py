@@ -137,7 +137,7 @@ class Calls:
 
     def seconds_per_token(self, name: str) -> Grid | None:
         """``[prompts, repeats]`` of the first row, after the tokens of its first pass."""
-        return self.grid(name, lambda each: (each.seconds - each.times[0]) / later if (later := later_tokens(each)) else None)
+        return self.grid(name, lambda each: (each.seconds - each.times[0]) / max(1.0, later_tokens(each) or 0.0) if each.times else None)
 
     def decoding_rate(self, name: str) -> Estimate | None:
         """Tokens per second of the first row after the tokens of its first pass: what rounds make, without the prompt's pass."""

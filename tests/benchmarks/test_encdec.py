@@ -207,6 +207,15 @@ def test_a_text_is_compared_with_the_costs_that_were_timed_right_after_it(claime
     assert compared() == pytest.approx(before)
     slow[0].values["tn"] *= 2  # of that text alone
     assert compared() != pytest.approx(before)
+    slow[0].values["tn"] /= 2
+    claimed.curves.remove(slow[0])  # timing it failed: what is usual stands for it
+    assert len(compared()) == len(before)
+
+
+def test_texts_that_end_with_their_first_token_count_for_nothing(claimed):
+    before = [each.value for _, each in claimed.findings()[0].compared()]
+    claimed.measurements += [replace(each, index=1, seconds=0.5, times=(0.5,), rounds=0, kept=0) for each in claimed.measurements]
+    assert [each.value for _, each in claimed.findings()[0].compared()] == pytest.approx(before)
 
 
 def test_a_report_is_written_again_from_its_document(claimed):

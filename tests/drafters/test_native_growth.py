@@ -170,6 +170,40 @@ def test_rows_that_are_greedy_are_not_drawn(monkeypatch):
     assert all((tree.q[1].amax(-1) == 1).all() for tree in trees if tree.rows == 2)
 
 
+@pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("spoilt", [[3], [0, 49], range(50)])
+def test_a_draft_that_says_nan_somewhere_has_no_distribution(spoilt, top_k):
+    """As with tensor operations: the check of what a drafter proposes reports it."""
+    native.library(torch.float32)
+    logits = torch.randn(2, 64)[:, :50]
+    logits[0, list(spoilt)] = torch.nan
+    noise = Noise(torch.arange(2), torch.arange(2))
+    draws = Draws(noise.chain_words(1, keyed=False), noise.hashes(50), [Warping(top_k=top_k)] * 2)
+    tokens = draws.draw(logits, 0)
+    assert draws.q[0].isnan().all() and not draws.q[1].isnan().any() and int(tokens[0]) == 0
+
+
+def test_top_p_counts_where_top_k_is_more_than_the_draft_has():
+    native.library(torch.float32)
+    logits = torch.randn(1, 112, generator=torch.Generator().manual_seed(2))[:, :100]
+    noise = Noise(torch.arange(1), torch.arange(1))
+    draws = Draws(noise.chain_words(1, keyed=False), noise.hashes(300), [Warping(top_k=120, top_p=0.8)])
+    draws.draw(logits, 0)
+    kept = int((draws.q > 0).sum())
+    assert kept == int((hf.TopPLogitsWarper(0.8)(None, logits) > -math.inf).sum()) < 100
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_q_is_kept_where_it_is_wanted(keep):
+    native.library(torch.float32)
+    logits, noise = 3 * torch.randn(3, 64), Noise(torch.arange(3), torch.arange(3))
+    draws = Draws(noise.chain_words(4, keyed=False), noise.hashes(64), [Warping()] * 3, keep=keep)
+    for i in range(4):
+        draws.draw(logits * i, i)
+        assert torch.allclose(draws.q[:, i if keep else 0], torch.softmax(logits * i, -1), atol=1e-6)
+    assert draws.q.shape == (3, 4 if keep else 1, 64)
+
+
 def test_logits_that_end_with_their_memory_are_drawn_by_tensor_operations():
     """Kernels read 16 values at a time."""
     native.library(torch.float32)

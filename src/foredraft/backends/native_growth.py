@@ -54,16 +54,17 @@ class Draws:
         words: ``[R, n]`` int64 words of the noise, one per token.
         hashes: ``[V]`` int32, of the tokens.
         warpings: what becomes of each row's logits. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
+        keep: whether q is wanted; otherwise each token's takes the place of the one before.
 
     Attributes:
-        q: ``[R, n, V]`` float32 the distributions that the tokens were drawn from.
+        q: ``[R, n or 1, V]`` float32 the distributions that the tokens were drawn from.
     """
 
-    def __init__(self, words: Tensor, hashes: Tensor, warpings: Sequence[Warping]):
+    def __init__(self, words: Tensor, hashes: Tensor, warpings: Sequence[Warping], *, keep: bool = True):
         (rows, length), vocab_size = words.shape, len(hashes)
-        self.q = torch.empty(rows, length, vocab_size, dtype=torch.float32, device="cpu")
-        self._held = words, hashes
-        at = [(words[row].data_ptr(), hashes.data_ptr(), self.q[row].data_ptr(), vocab_size) for row in range(rows)]
+        self.q = torch.empty(rows, length if keep else 1, vocab_size, dtype=torch.float32, device="cpu")
+        self._held, apart = (words, hashes), vocab_size if keep else 0
+        at = [(words[row].data_ptr(), hashes.data_ptr(), self.q[row].data_ptr(), apart, vocab_size) for row in range(rows)]
         how = [(each.top_k, each.temperature, each.top_p, each.min_p) for each in warpings]
         self.about = (native.Draws * rows)(*(native.Draws(*each, *settings) for each, settings in zip(at, how, strict=True)))
 

@@ -74,7 +74,8 @@ def draws_for(request: DraftRequest) -> Draws | None:
         if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
             return None
         found.append(warping)
-    return Draws(noise.chain_words(request.depth, keyed=request.proposal == "keyed"), noise.hashes(request.vocab_size), found)
+    words = noise.chain_words(request.depth, keyed=request.proposal == "keyed")
+    return Draws(words, noise.hashes(request.vocab_size), found, keep=request.needs_q)
 
 
 def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Tensor]) -> TokenTree:

@@ -188,7 +188,7 @@ class Draws(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("words", "hashes", "q")]
-        + [(name, ctypes.c_int64) for name in ("columns", "top_k")]
+        + [(name, ctypes.c_int64) for name in ("apart", "columns", "top_k")]
         + [(name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")]
     )
 

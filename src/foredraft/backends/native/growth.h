@@ -1,5 +1,7 @@
 /* Draft trees that are grown in one call, and the largest logits of a line; layer.c includes this. */
 
+#include <stdlib.h>
+
 /* What an EAGLE-3 head has besides a decoder of one layer. A step reads the embedding of a token and the hidden state of the step before; the
  * first steps of a round read the fused features of the target. */
 typedef struct {
@@ -63,13 +65,14 @@ typedef struct {
     double logit_scale, logit_cap;             /* factor and cap of the logits, the latter as Layer.cap; 0: none */
 } Growth;
 
-/* How a chain is sampled: token i from q[i], which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token x
+/* How a chain is sampled: token i from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token x
  * follows from hashes[x] and words[i]. */
 typedef struct {
     const uint64_t *words;
     const int32_t *hashes; /* [columns] */
-    float *q;              /* [.., columns], 0 where the draft has no such token */
-    int64_t columns, top_k;     /* top_k 0: all */
+    float *q;              /* [.., columns], 0 where the draft has no such token; */
+    int64_t apart;         /* values between its lines, 0 where nobody reads them */
+    int64_t columns, top_k; /* top_k 0: all */
     double temperature, top_p, min_p;
 } Draws;
 
@@ -162,10 +165,10 @@ static void largest_of(const value *line, int64_t width, int k, float *best, int
 /* The smallest logit that top_k, top_p and min_p keep; `most` is the largest. top_p applies only within top_k. */
 static float least_kept(const Draws *d, const value *logits, int vocab, float most) {
     float least = d->min_p > 0.0 ? most + (float)(d->temperature * __builtin_log(d->min_p)) : -__builtin_inff();
-    if (!d->top_k || d->top_k >= vocab) return least;
+    if (!d->top_k) return least;
     float best[KEPT];
     int64_t at[KEPT];
-    int kept = d->top_k;
+    int kept = d->top_k < vocab ? d->top_k : vocab;
     largest_of(logits, vocab, kept, best, at);
     double whole = 0.0, gone = 0.0;
     for (int i = 0; i < kept; i++) whole += __builtin_exp((best[i] - most) / d->temperature);
@@ -197,13 +200,14 @@ INLINE f32 noise(i32 hashes, uint64_t word) {
 
 #define NOTHING -80.0f /* e to the power of less is 0; `exponential` has a smallest number there */
 
-/* Draw token i of a chain from the `vocab` tokens of the draft */
-static int drawn(const Draws *d, int i, const value *logits, int vocab) {
-    float *q = d->q + (size_t)i * d->columns, largest;
+/* Draw token i of a chain from the `vocab` tokens of the draft, whose distribution goes into q */
+static int drawn(const Draws *d, int i, const value *logits, int vocab, float *q) {
+    float largest;
     following(logits, vocab, __builtin_inff(), -1, &largest);
     const f32 least = f32_of(least_kept(d, logits, vocab, largest));
     const f32 most = f32_of(largest), temperature = f32_of(d->temperature), none = f32_of(-1.0f);
     f32 sum = f32_zero(), best = none;
+    lanes numbers = 0xffff;
     for (int x = 0; x < vocab; x += 16) {
         const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
         const f32 logit = load(logits + x), power = f32_div(f32_sub(logit, most), temperature);
@@ -211,8 +215,9 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab) {
         const f32 e = f32_keep(kept & f32_less(f32_of(NOTHING), power), exponential(power));
         f32_store_some(q + x, there, e);
         sum = f32_add(sum, e);
+        numbers &= f32_equal(logit, logit) | ~there;
     }
-    const f32 whole = f32_of(f32_sum(sum));
+    const f32 whole = f32_of((numbers & 0xffff) == 0xffff ? f32_sum(sum) : __builtin_nanf(""));
     i32 which = i32_zero(), index = i32_count();
     for (int x = 0; x < vocab; x += 16) {
         const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
@@ -226,7 +231,7 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     }
     __builtin_memset(q + vocab, 0, (d->columns - vocab) * sizeof(float));
     const lanes equal = f32_equal(best, f32_of(f32_most(best)));
-    return i32_least_of(equal, which); /* 0 if logits are NaN, and then q is NaN as well */
+    return i32_least_of(equal, which); /* 0 if a logit is NaN, and then q is NaN as well */
 }
 
 typedef struct {
@@ -238,8 +243,14 @@ typedef struct {
 
 static void do_draw(Worker *w, const void *job) {
     const Drawing *j = job;
-    for (int row = first(w, j->count); row >= 0; row = next(w))
-        if (mine(w)) j->tokens[row] = drawn(j->rows + row, j->i, j->logits + row * j->apart, j->vocab); /* q is written at once */
+    const int64_t columns = j->rows->columns;
+    float *own = malloc(columns * sizeof(float));
+    for (int row = first(w, j->count); row >= 0; row = next(w)) {
+        const Draws *d = j->rows + row;
+        const int token = drawn(d, j->i, j->logits + row * j->apart, j->vocab, own);
+        if (mine(w)) j->tokens[row] = token, __builtin_memcpy(d->q + j->i * d->apart, own, columns * sizeof(float));
+    }
+    free(own);
 }
 
 /* Draw token i of the chains of `count` rows, from logits that are `apart` values apart, into `tokens` */
@@ -426,7 +437,7 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             float last = __builtin_inff();
             for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
                 for (; rank <= ranks[node - 1]; rank++) {
-                    at = draws ? drawn(draws, node - 1, logits, g->vocab) : following(logits, g->vocab, last, at, &last);
+                    at = draws ? drawn(draws, node - 1, logits, g->vocab, draws->q + (node - 1) * draws->apart) : following(logits, g->vocab, last, at, &last);
                     out_tokens[node - 1] = named(g, at);
                 }
         }
