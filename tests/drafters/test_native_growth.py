@@ -15,7 +15,7 @@ from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, RowParameters, Speculator, TreeShape
 from foredraft.backends import native
-from foredraft.backends.native_growth import MISSED, MOST_KEPT, Draws, NativeGrowth, laid_out, readable
+from foredraft.backends.native_growth import MISSED, MOST_KEPT, Draws, NativeGrowth, laid_out
 from foredraft.drafters import growth
 from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_model import DraftModel
@@ -204,13 +204,19 @@ def test_q_is_kept_where_it_is_wanted(keep):
     assert draws.q.shape == (3, 4 if keep else 1, 64)
 
 
-def test_logits_that_end_with_their_memory_are_drawn_by_tensor_operations():
-    """Kernels read 16 values at a time."""
+def test_logits_may_lie_anywhere():
+    """Kernels read 16 values at a time: behind the last logits there may be no memory, or what would be likely."""
     native.library(torch.float32)
-    whole = torch.zeros(3, 112)
-    assert readable(whole) and readable(whole[:, :100]) and readable(torch.zeros(3, 112)[1:])
-    assert not readable(torch.zeros(3, 100)) and not readable(whole[:, 12:]) and not readable(whole.t()) and not readable(whole.double())
-    assert not readable(torch.zeros(3, 112, device="meta"))
+    wide = torch.full((3, 130), 50.0)
+    wide[:, 7:107] = 3 * torch.randn(3, 100, generator=torch.Generator().manual_seed(3))
+    noise, found = Noise(torch.arange(3), torch.arange(3)), []
+    exact = wide[:, 7:107].contiguous()
+    for logits in (wide[:, 7:107], exact, exact.t().contiguous().t(), torch.cat([exact.flatten(), torch.ones(64)])[:300].view(3, 100)):
+        draws = Draws(noise.chain_words(1, keyed=False), noise.hashes(100), [Warping()] * 3)
+        found.append((draws.draw(logits, 0), draws.q))
+        torch.testing.assert_close(draws.q[:, 0], torch.softmax(exact, -1))
+    assert all(torch.equal(tokens, found[0][0]) and torch.equal(q, found[0][1]) for tokens, q in found)
+    assert Draws.read(exact) and not Draws.read(exact.double()) and not Draws.read(exact.to("meta"))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -265,7 +271,7 @@ def test_nothing_is_made_for_draws_where_no_kernel_draws(monkeypatch):
     """On a GPU, noise for the kernels would have to come from there."""
     for where in ("growth", "draft_loops.kernels"):
         monkeypatch.setattr(f"foredraft.drafters.{where}.draws_for", lambda request: pytest.fail("there is no kernel"))
-    monkeypatch.setattr(native, "_known", {})
+    monkeypatch.setattr(native, "loaded", lambda dtype: None)
     drafter = DraftModel(build("qwen2", torch.float32), execution="eager")
     speculator = Speculator(build("llama", torch.float32), drafter=drafter, shape="chain(3)", rule="rejection")
     generate(speculator, [PROMPT], max_new_tokens=4, do_sample=True, seed=1)

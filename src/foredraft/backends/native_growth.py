@@ -69,21 +69,21 @@ class Draws:
         self.about = (native.Draws * rows)(*(native.Draws(*each, *settings) for each, settings in zip(at, how, strict=True)))
 
     def draw(self, logits: Tensor, i: int) -> Tensor:
-        """``[R]`` token ``i`` of each row, from the draft's ``logits`` ``[R, V']`` after those before it, which are :func:`readable`."""
-        kernels, rows = native.loaded(logits.dtype), len(logits)
+        """``[R]`` token ``i`` of each row, from the ``logits`` ``[R, V']`` after those before it; kernels must :meth:`read` them."""
+        kernels, (rows, width) = native.loaded(logits.dtype), logits.shape
         assert kernels is not None
+        end = logits.storage_offset() + (rows - 1) * logits.stride(0) + -(-width // 16) * 16  # kernels read 16 values at a time
+        if logits.stride(1) != 1 or end * logits.element_size() > logits.untyped_storage().nbytes():
+            logits = torch.nn.functional.pad(logits, (0, -width % 16)).contiguous()
         tokens, threads = torch.empty(rows, dtype=torch.int64, device="cpu"), min(torch.get_num_threads(), rows)
-        vocab_size = min(logits.shape[1], self.q.shape[2])
+        vocab_size = min(width, self.q.shape[2])
         kernels.draw(self.about, rows, i, logits.data_ptr(), logits.stride(0), vocab_size, tokens.data_ptr(), threads)
         return tokens
 
-
-def readable(logits: Tensor) -> bool:
-    """Whether kernels that are loaded can read ``logits`` ``[R, V]``: they take 16 values at a time."""
-    rows, width = logits.shape
-    end = logits.storage_offset() + (rows - 1) * logits.stride(0) + -(-width // 16) * 16
-    there = logits.device.type == "cpu" and logits.stride(1) == 1 and end * logits.element_size() <= logits.untyped_storage().nbytes()
-    return there and native.loaded(logits.dtype) is not None
+    @staticmethod
+    def read(logits: Tensor) -> bool:
+        """Whether kernels for such ``logits`` are loaded."""
+        return logits.device.type == "cpu" and native.loaded(logits.dtype) is not None
 
 
 class Grower:

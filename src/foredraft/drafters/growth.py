@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.backends.native_growth import MOST_KEPT, Draws, readable
+from foredraft.backends.native_growth import MOST_KEPT, Draws
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, pick
 from foredraft.logits.noise import Noise, Purpose, argmax, on_host
@@ -86,9 +86,9 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
     lengths = list(request.limits)
     for depth in range(1, request.depth + 1):
         logits = logits_after(path)
-        if native := readable(logits):
-            draws = draws_for(request) if depth == 1 else draws
-        if draws is not None and native:
+        if depth == 1 and Draws.read(logits):
+            draws = draws_for(request)
+        if draws is not None:
             path.append(draws.draw(logits, depth - 1))
             continue
         logits = fit_vocabulary(logits.to(request.device), request.vocab_size)
@@ -99,8 +99,6 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
                 break
         token, q = pick(request, scores, depth - 1)
         path.append(token)
-        if draws is not None and q is not None:
-            draws.q[:, depth - 1] = q
         qs += [] if q is None else [q]
         if request.thresholds is not None and depth < request.depth:
             on = request.goes_on(logits[:, None], token[:, None], token.new_zeros(1))[:, 0].tolist()

@@ -43,18 +43,15 @@ class ComparesChains(ComparesWithQ):
     blocks: ClassVar[bool]
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        wrong = None
-        if kernel is not None and type(noise) is Noise and for_kernels(p, q):
-            accepted, following, wrong, P = kernel(tree.tokens, tree.drafted, p, q, noise, self.blocks)
-            if not any_row(following < 0):
-                return Verdict(tree.depths, accepted, following, wrong.any(1))
-            scale = torch.nn.functional.pad(P, (1, 0), value=1.0).gather(1, accepted[:, None])[:, 0] if self.blocks else None
-        else:
+        if kernel is None or type(noise) is not Noise or not for_kernels(p, q):
             accepted, scale = self.judge(tree, p, q, noise)
-        drawn = noise.draw(after(p, q, accepted, tree.drafted, scale), Purpose.RESIDUAL)
-        if wrong is None:
-            return Verdict(tree.depths, accepted, drawn)
-        return Verdict(tree.depths, accepted, torch.where(following < 0, drawn, following), wrong.any(1))
+            return Verdict(tree.depths, accepted, noise.draw(after(p, q, accepted, tree.drafted, scale), Purpose.RESIDUAL))
+        accepted, following, wrong, P = kernel(tree.tokens, tree.drafted, p, q, noise, self.blocks)
+        if any_row(following < 0):  # rounding decides: the same draw by tensor operations
+            scale = torch.nn.functional.pad(P, (1, 0), value=1.0).gather(1, accepted[:, None])[:, 0] if self.blocks else None
+            drawn = noise.draw(after(p, q, accepted, tree.drafted, scale), Purpose.RESIDUAL)
+            following = torch.where(following < 0, drawn, following)
+        return Verdict(tree.depths, accepted, following, wrong.any(1))
 
     def judge(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> tuple[Tensor, Tensor | None]:
         """``[R]`` tokens kept, and ``[R]`` what scales p in the weights of the token after them, as :func:`after` takes it."""

@@ -65,13 +65,13 @@ typedef struct {
     double logit_scale, logit_cap;             /* factor and cap of the logits, the latter as Layer.cap; 0: none */
 } Growth;
 
-/* How a chain is sampled: token i from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token x
- * follows from hashes[x] and words[i]. */
+/* How a chain is sampled: token i from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token
+ * x follows from hashes[x] and words[i]. */
 typedef struct {
     const uint64_t *words;
     const int32_t *hashes; /* [columns] */
-    float *q;              /* [.., columns], 0 where the draft has no such token; */
-    int64_t apart;         /* values between its lines, 0 where nobody reads them */
+    float *q;               /* [.., columns], 0 where the draft has no such token */
+    int64_t apart;          /* values from a line of q to the next; 0 where nobody reads them */
     int64_t columns, top_k; /* top_k 0: all */
     double temperature, top_p, min_p;
 } Draws;
@@ -437,7 +437,10 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             float last = __builtin_inff();
             for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
                 for (; rank <= ranks[node - 1]; rank++) {
-                    at = draws ? drawn(draws, node - 1, logits, g->vocab, draws->q + (node - 1) * draws->apart) : following(logits, g->vocab, last, at, &last);
+                    if (draws)
+                        at = drawn(draws, node - 1, logits, g->vocab, draws->q + (node - 1) * draws->apart);
+                    else
+                        at = following(logits, g->vocab, last, at, &last);
                     out_tokens[node - 1] = named(g, at);
                 }
         }

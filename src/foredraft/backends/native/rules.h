@@ -90,10 +90,10 @@ typedef struct {
     const int64_t *tokens, *drafted, *keys, *positions;
     const int32_t *hashes;
     int64_t rows, nodes, width, apart; /* the rows of q are `apart` values apart */
-    int64_t blocks;              /* or token by token */
-    float *survival, *chances;   /* [rows, nodes - 1] P_1 … and h_1 … of block.py; token by token min(1, p / q), twice */
-    int64_t *wrong;              /* [rows, nodes - 1] whether q is no distribution where the next node was drafted from it */
-    int64_t *accepted, *chosen;  /* [rows]; the token that follows, or -1 where `winner` does not tell */
+    int64_t blocks;                    /* or token by token */
+    float *survival, *chances;         /* [rows, nodes - 1] P_1 … and h_1 … of block.py; token by token min(1, p / q), twice */
+    int64_t *wrong;                    /* [rows, nodes - 1] whether q is no distribution where the next node was drafted from it */
+    int64_t *accepted, *chosen;        /* [rows]; the token that follows, or -1 where `winner` does not tell */
 } Chains;
 
 /* p(x) / q(x) of the token that `node` of a row drafted; 0 where either is none, or NaN */
