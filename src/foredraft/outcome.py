@@ -117,8 +117,8 @@ def decide(
 
 
 def finite(scores: Tensor, logits: Tensor, sampler: Sampler) -> bool:
-    """At every node a token can be chosen: the largest score is finite, raw and processed. Warpers keep NaN and infinity, so after them the raw
-    scores need no look."""
+    """At every node a token can be chosen: the largest score is finite, raw and processed. Warpers keep NaN and infinity, so after them the
+    raw scores need no look."""
     warped = all(pipeline.warping is not None for pipeline in sampler.pipelines)
     with one_thread(scores):
         return all(bool(each.amax(-1).isfinite().all()) for each in ([scores] if warped else [scores, logits]))
