@@ -259,7 +259,22 @@ static void models(void) {
     const uint64_t words[] = {0x123456789abcdefull};
     const Draws d = {.words = words, .hashes = bytes(1024 * 4, 255), .q = q, .columns = 1024, .temperature = 0.7};
     print_word("following", following(logits, VOCABULARY, 3.0f, -1, &best)), print_vector("following", f32_of(best));
-    print_word("drawn", drawn(&d, 0, logits, VOCABULARY)), print_floats("drawn", q, 1024);
+    print_word("drawn", drawn(&d, 0, logits, VOCABULARY, q)), print_floats("drawn", q, 1024);
+    enum { ROWS = 8, NODES = 4, WIDE_ONE = 100 };
+    float p_of[ROWS * NODES * WIDE_ONE], q_of[ROWS * (NODES - 1) * WIDE_ONE], survival[ROWS * (NODES - 1)], chances[ROWS * (NODES - 1)];
+    int64_t tokens[ROWS * NODES], drafted[ROWS], keys_of[ROWS], positions[ROWS], wrong[ROWS * (NODES - 1)], ends[2 * ROWS];
+    for (int i = 0; i < ROWS * NODES * WIDE_ONE; i++) p_of[i] = (float)((i * 7919 + 13) % 211) / (100.0f * 105.0f);
+    for (int i = 0; i < ROWS * (NODES - 1) * WIDE_ONE; i++) q_of[i] = (float)((i * 5501 + 77) % 199) / (100.0f * 99.0f);
+    for (int i = 0; i < ROWS * NODES; i++) tokens[i] = (i * 37) % WIDE_ONE;
+    for (int i = 0; i < ROWS; i++) drafted[i] = i % NODES, keys_of[i] = 1000003 * i - 5, positions[i] = i;
+    for (int by_blocks = 0; by_blocks < 2; by_blocks++) {
+        const Chains c = {.p = p_of, .q = q_of, .tokens = tokens, .drafted = drafted, .keys = keys_of, .positions = positions, .hashes = d.hashes,
+                          .rows = ROWS, .nodes = NODES, .width = WIDE_ONE, .apart = (NODES - 1) * WIDE_ONE, .blocks = by_blocks,
+                          .survival = survival, .chances = chances, .wrong = wrong, .accepted = ends, .chosen = ends + ROWS};
+        chains(&c, THREADS);
+        print_floats("survival", survival, ROWS * (NODES - 1)), print_floats("chances", chances, ROWS * (NODES - 1));
+        print("ends", (uint32_t *)ends, 4 * ROWS, 0);
+    }
 }
 
 int main(void) {
