@@ -216,16 +216,21 @@ def test_whole_models(name, kind, dtype, always):
     assert target.backend.overrides.native == 3, target.reasons
     assert all(isinstance(vars(module)["forward"], Mixture) for module in experts_of(model))
     assert not any(is_held(module.down_proj) for module in experts_of(model))
-    text = [[(7 * i * i) % 100 for i in range(60)]]
+    texts = [[[(7 * i * i + number) % 100 for i in range(60)]] for number in range(9)]
     found = []
     for each in (Target(exact, execution="eager"), Target(theirs, execution="eager"), target):
-        each.open(text)
-        found.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+        of_texts = []
+        for text in texts:
+            each.reset()
+            each.open(text)
+            of_texts.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+        found.append(torch.stack(of_texts))
     wanted, theirs, ours = found
     if dtype == torch.float32:
         assert (ours - wanted).abs().max() <= 5e-5 * wanted.abs().max()
-    else:
-        assert (ours - wanted).std() <= 1.5 * (theirs - wanted).std() <= 0.5 * wanted.std()
+    else:  # where rounding decides between two experts, a text is far off
+        off, their_off = ((each - wanted).std(dim=(1, 2, 3)).median() for each in (ours, theirs))
+        assert off <= 1.5 * their_off <= 0.5 * wanted.std()
     assert target.batch_invariant, target.reasons
     target.close()
     assert torch.equal(logits(model), fresh)

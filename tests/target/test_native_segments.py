@@ -71,6 +71,8 @@ def attend(dtype, texts, threads=1, *, key_heads=2, window=0, sinks=False, cap=0
     counts = {"k": key_heads, "v": key_heads, "q": HEADS}
     held = [torch.stack([getattr(text, name)[:heads] for text in texts]).to(dtype) for name, heads in counts.items()]
     rows, news = len(texts), [text.new for text in texts]
+    for row, text in enumerate(texts):  # what lies behind a text is not read
+        held[0][row, :, text.length :] = held[1][row, :, text.length :] = torch.nan
     slots = torch.cat([torch.arange(text.length - text.new, text.length) for text in texts]).int()
     row_of = torch.tensor([row for row, new in enumerate(news) for _ in range(new)], dtype=torch.int32)
     begins = torch.tensor([0, *torch.tensor(news).cumsum(0).tolist()], dtype=torch.int32)

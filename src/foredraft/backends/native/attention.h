@@ -1,14 +1,14 @@
 /* Attention of the nodes of a pass over cached keys and values; layer.c includes this. */
 
 /* Pack the first `count` of KEYS keys, `size` numbers of each, into a matrix whose keys have `whole` numbers; absent keys are zero. Prefetch the
- * keys at `next`, unless it is null. */
+ * keys at `next`, unless it is null, in the order of their addresses, as hardware does best. */
 static void packed_keys(const value *keys, int count, int size, int whole, value *out, const value *next) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
             const int some = words - w < 16 ? words - w : 16;
             i32 r[16];
-            for (int j = 0; next && j < 16; j++) __builtin_prefetch((const char *)(next + (size_t)(b + j) * size + w * DEPTH));
+            for (int j = 0; next && j < some; j++, next += LINE / sizeof(value)) __builtin_prefetch(next, 0, INTO_L2);
             for (int j = 0; j < 16; j++) {
                 const void *from = keys + (size_t)(b + j) * size + w * DEPTH;
                 r[j] = b + j >= count ? i32_zero() : some == 16 ? i32_load(from) : i32_load_some((1u << some) - 1, from);
@@ -37,33 +37,32 @@ INLINE void scored(const value *keys, const value *queries, float *scores, int s
     }
 }
 
-/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. Prefetch the values at `next`,
- * unless it is null. */
-INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, const value *next) {
-    for (int d = 0; d < size; d += vectors * 16) {
-        f32 all[TOKENS][4];
+/* In `vectors` * 16 columns from d on, sums [n, size] += probabilities [n, KEYS] times the first `count` values. Prefetch as many of the values at
+ * `next`, unless it is null. */
+INLINE void gathered(const chance *chances, const value *values, float *sums, int count, int size, int n, int d, int vectors, const value *next) {
+    f32 all[TOKENS][BLOCKS];
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
+    for (int j = 0; j < count; j += AT_ONCE) {
+        summand v[BLOCKS];
+        const value *first = values + (size_t)j * size + d, *second = j + 1 < count ? first + size : 0;
+        for (int i = 0; next && i < AT_ONCE * vectors * 16; i += LINE / (int)sizeof(value))
+            __builtin_prefetch(next + KEYS * d + j * vectors * 16 + i, 0, INTO_L2);
+        for (int i = 0; i < vectors; i++) v[i] = summand_of(first + i * 16, second ? second + i * 16 : 0);
         for (int t = 0; t < n; t++)
-            for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
-        for (int j = 0; j < count; j++) {
-            f32 v[4];
-            for (int i = 0; next && i < vectors * 16; i += LINE / (int)sizeof(value))
-                __builtin_prefetch((const char *)(next + (size_t)j * size + d + i));
-            for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
-            for (int t = 0; t < n; t++) {
-                const f32 p = f32_of(probabilities[t * KEYS + j]);
-                for (int i = 0; i < vectors; i++) all[t][i] = f32_fma(p, v[i], all[t][i]);
-            }
-        }
-        for (int t = 0; t < n; t++)
-            for (int i = 0; i < vectors; i++) f32_store(sums + t * size + d + i * 16, all[t][i]);
+            for (int i = 0; i < vectors; i++) all[t][i] = add_weighted(all[t][i], chances[(t * KEYS + j) / AT_ONCE], v[i]);
     }
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < vectors; i++) f32_store(sums + t * size + d + i * 16, all[t][i]);
 }
 
 INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
-    if (size % 64)
-        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 || size % 32 ? 1 : 2, next);
-    else
-        gathered(probabilities, values, sums, count, size, n, TOGETHER(n), next);
+    chance chances[TOKENS * KEYS / AT_ONCE];
+    for (int i = 0; i < n * KEYS; i += 16) chances_of(f32_load(probabilities + i), chances + i / AT_ONCE);
+    int d = 0;
+    for (; d + TOGETHER(n) * 16 <= size; d += TOGETHER(n) * 16) gathered(chances, values, sums, count, size, n, d, TOGETHER(n), next);
+    if (TOGETHER(n) > 2 && d + 32 <= size) gathered(chances, values, sums, count, size, n, d, 2, next), d += 32;
+    if (d < size) gathered(chances, values, sums, count, size, n, d, 1, next);
 }
 
 static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
@@ -270,7 +269,7 @@ static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
             continue;
         }
         for (int b = 0; b < KEYS / 16; b++) {
-            const f32 e = f32_keep(sees[i][b], exponential(f32_sub(each[b], f32_of(now))));
+            const f32 e = f32_keep(sees[i][b], rounded(exponential(f32_sub(each[b], f32_of(now)))));
             f32_store(s + b * 16, e);
             sum = f32_add(sum, e);
         }

@@ -47,6 +47,7 @@
 #define STEP (64 * DEPTH) /* inputs at a time in many_tokens(): their weights for a tile take a third of the L1 cache */
 #define GROUP 8 /* inner steps between prefetches; K is a multiple of GROUP * DEPTH */
 #define LINE 64 /* bytes of a cache line */
+#define INTO_L2 2 /* as a prefetch's locality: what a kernel reads next would not fit into the L1 cache beside what it reads now */
 #define TAKEN 8192 /* values per chunk outside of products: enough to make the cost of sharing work small */
 #define HEADS 64 /* heads per chunk, likewise */
 #define WHOLE 256 /* tokens per chunk of a product, for which weights are read from memory once */
@@ -66,7 +67,7 @@
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
 #define BEHIND 2 /* or over each head after RoPE */
 #define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
-#define QUERIES 24 /* queries per pass over the keys */
+#define QUERIES 32 /* queries per pass over the keys */
 #define KEY_SEGMENT 1024 /* positions in a partial sum of attention, from a multiple of it on; partial sums are merged in order */
 #define PIECES 4 /* chunks per thread from which attention need not be divided by segments as well */
 #define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* floats that a thread needs for attention */

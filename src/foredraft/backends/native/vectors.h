@@ -100,4 +100,24 @@ INLINE operand input(const value *p) { return f32_of(*p); }
 INLINE f32 multiply(f32 sum, operand w, operand x) { return f32_fma(w, x, sum); }
 #endif
 
+/* For sums of values weighted by probabilities: AT_ONCE keys at a time. The first key's product is added first, and each sum is rounded as by
+ * an FMA, so bits do not depend on which keys are added at once. */
+#if defined(BF16) && defined(IN_ORDER)
+#define AT_ONCE 2
+typedef int32_t chance; /* probabilities of two keys, the first one's in the upper half */
+typedef i32 summand;    /* likewise their values, of 16 columns */
+INLINE void chances_of(f32 x, chance *p) { f32_to_brain_swapped((uint16_t *)p, x); }
+INLINE summand summand_of(const value *first, const value *second) {
+    return i32_xor(i32_left(i32_from_16(first), 16), second ? i32_from_16(second) : i32_zero());
+}
+INLINE f32 add_weighted(f32 sum, chance p, summand v) { return f32_add_pairs(sum, v, i32_of(p)); }
+#else
+#define AT_ONCE 1
+typedef float chance;
+typedef f32 summand;
+INLINE void chances_of(f32 x, chance *p) { f32_store(p, x); }
+INLINE summand summand_of(const value *first, const value *second) { return (void)second, load(first); }
+INLINE f32 add_weighted(f32 sum, chance p, summand v) { return f32_fma(f32_of(p), v, sum); }
+#endif
+
 #endif

@@ -292,5 +292,9 @@ INLINE lanes bytes_not_zero(const uint8_t *p) {
 INLINE void f32_to_brain(uint16_t *p, f32 x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 INLINE f32 f32_rounded(f32 x) { return i32_as_f32(i32_left(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16)); }
 INLINE i32 brain_from_8(const int8_t *p) { return (i32)_mm512_cvtne2ps_pbh(i32_to_f32(i32_from_8(p + 16)), i32_to_f32(i32_from_8(p))); } /* 32 of them */
+INLINE void f32_to_brain_swapped(uint16_t *p, f32 x) { /* with the two numbers of each word in each other's place */
+    _mm256_storeu_si256((__m256i *)p, _mm256_rol_epi32((__m256i)_mm512_cvtneps_pbh(x), 16));
+}
+#define IN_ORDER /* adds the products of the upper halves, rounds, adds those of the lower ones and rounds again, unlike BFDOT */
 INLINE f32 f32_add_pairs(f32 sum, i32 a, i32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); } /* adds the products of both halves */
 #endif
