@@ -447,7 +447,9 @@ FAULTS = [
     Fault("attention.h", "(t * KEYS + j) / AT_ONCE]", "j / AT_ONCE]", SEGMENTS),
     Fault("attention.h", "j + 1 < count ? first + size : 0", "first + size", SEGMENTS),
     Fault("vectors.h", "f32_to_brain_swapped((uint16_t *)p, x)", "f32_to_brain((uint16_t *)p, x)", SEGMENTS),
-    Fault("vectors.h", "i32_xor(i32_left(i32_from_16(first), 16), second ?", "i32_xor(i32_left(i32_from_16(first), 15), second ?", SEGMENTS),
+    Fault(
+        "vectors.h", "i32_xor(i32_left(i32_from_16(first), 16), second ?", "i32_xor(i32_left(i32_from_16(first), 15), second ?", SEGMENTS
+    ),
     Fault("layer.c", "row, h, p->slots[t] - slot, size)", "0, h, p->slots[t] - slot, size)", PAGED_ATTENTION),
     Fault("attention.h", "slot / KEYS] == p->spare;", "slot / KEYS] == -1;", PAGED_ATTENTION),
     Fault("paged_attention.py", "None if mask is None else mask.data_ptr(), *stores", "None, *stores", PAGED_ATTENTION),
