@@ -89,21 +89,26 @@ def test_the_same_trees_round_by_round(shape, dtype, drafts):
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype", "length", "how"),
+    ("rule", "dtype", "shape", "how"),
     [
-        ("rejection", torch.float32, 6, {"top_k": 0}),
-        ("match", torch.float32, 4, {"temperature": 0.7, "top_k": 0}),
-        ("block", torch.bfloat16, 1, {"temperature": 1.3, "top_k": 0}),
-        ("rejection", torch.float32, 5, {"temperature": 1.6, "top_k": 20, "top_p": 0.9}),
-        ("match", torch.float32, 5, {"top_k": 1000, "min_p": 0.2}),
-        ("block", torch.float32, 3, {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
+        ("rejection", torch.float32, "chain(6)", {"top_k": 0}),
+        ("match", torch.float32, "chain(4)", {"temperature": 0.7, "top_k": 0}),
+        ("block", torch.bfloat16, "chain(1)", {"temperature": 1.3, "top_k": 0}),
+        ("rejection", torch.float32, "chain(5)", {"temperature": 1.6, "top_k": 20, "top_p": 0.9}),
+        ("match", torch.float32, "chain(5)", {"top_k": 1000, "min_p": 0.2}),
+        ("block", torch.float32, "chain(3)", {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
+        ("match", torch.float32, "dynamic(depth=4,k=3,total=7)", {"temperature": 0.8, "top_k": 0}),
+        ("match", torch.float32, "dynamic(depth=3,k=5,total=9)", {"top_k": 2}),
+        ("match", torch.float32, "opt(total=8,depth=5,delta=0.05)", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),
+        ("match", torch.float32, PRICED, {"temperature": 1.2, "top_k": 0, "min_p": 0.02}),
+        ("match", torch.bfloat16, "dynamic(depth=1,k=4,total=4)", {"top_k": 0}),
     ],
 )
-def test_drawn_chains_are_those_that_are_drawn_level_by_level(rule, dtype, length, how, drafts, no_draws):
+def test_what_is_drawn_in_one_call_is_what_is_drawn_level_by_level(rule, dtype, shape, how, drafts, no_draws):
     """A wrong word of noise, or a distribution of another temperature, shows in the tokens; in bfloat16 near ties may fall either way."""
     seen, kernel = drafts
     how = {"max_new_tokens": 32, "do_sample": True, "seed": 5, **how}
-    by_kernel, by_level = speculators(f"chain({length})", dtype, rule=rule)
+    by_kernel, by_level = speculators(shape, dtype, rule=rule)
     first = generate(by_kernel, [PROMPT], **how)
     trees, made = list(seen), list(kernel)
     seen.clear()
@@ -265,6 +270,22 @@ def test_chains_are_drawn_from_the_q_that_is_handed_on(temperature):
     variance = (q * (1 - q)).sum(0)
     scores = (drawn - q).sum(0) / variance.clamp(min=1e-9).sqrt()
     assert len(drawn) > 200 and float(scores[variance > 1].abs().max()) < 4.5
+
+
+@pytest.mark.parametrize(("spoilt", "top_k", "nodes"), [([], 0, 6), ([], 1, 2), ([50], 0, 0)])
+def test_a_tree_has_what_has_a_probability(spoilt, top_k, nodes):
+    """Of fewer tokens than a node may have children, and of none where a logit is NaN."""
+    target = Target(build("qwen2", torch.float32), execution="native", owned=True)
+    noise = Noise(torch.arange(1), torch.arange(1))
+    target.open([PROMPT], reserve=[100])
+    with torch.inference_mode():
+        target.prefill([PROMPT[:-1]], first=0)
+        draws = Draws(noise.chain_words(2, keyed=True), noise.hashes(64), [Warping(top_k=top_k)], keep=False)
+        kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
+        kernel.ban((0,))
+        kernel._bias[spoilt] = torch.nan
+        grown = kernel.grow(PROMPT, DynamicShape(2, 3, 6), depth=2, vocab_size=64, draws=draws)
+    assert len(grown.tokens) == nodes and (nodes == 0) == (grown.expected == 0.0)
 
 
 def test_nothing_is_made_for_draws_where_no_kernel_draws(monkeypatch):

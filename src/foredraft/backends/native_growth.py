@@ -1,4 +1,4 @@
-"""A draft for one row in one call of a kernel, if the draft model's decoder is one: a greedy tree, or a sampled chain.
+"""A draft for one row in one call of a kernel, if the draft model's decoder is one: a greedy tree, or a sampled chain or tree.
 
 If a small model drafts level by level from Python, most of the time passes between its passes, because the target's pass before has
 filled the CPU's caches with weights.
@@ -48,10 +48,10 @@ class Grown:
 
 
 class Draws:
-    """How chains are sampled, and from which distributions.
+    """How chains and grown trees are sampled, and from which distributions.
 
     Args:
-        words: ``[R, n]`` int64 words of the noise, one per token.
+        words: ``[R, n]`` int64 words of the noise, one per token of a chain or level of a tree.
         hashes: ``[V]`` int32, of the tokens.
         warpings: what becomes of each row's logits. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
         keep: whether q is wanted; otherwise each token's takes the place of the one before.
@@ -107,9 +107,9 @@ class Grower:
         self._candidates: tuple[Tensor, ...] = (torch.empty(0),) * 3
         self._held: list[Tensor] = []
 
-    def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
-        """The tree below the last of ``ids``, as level-by-level drafting grows it, at most ``depth`` levels deep.
-        None where this text cannot be continued here.
+    def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int, draws: Draws | None = None) -> Grown | None:
+        """The tree below the last of ``ids``, as level-by-level drafting grows it, at most ``depth`` levels deep: of the most probable
+        tokens, or with ``draws`` of those that lead the race. None where this text cannot be continued here.
 
         The cache then holds the text without its last token, and after it the nodes that were read, which are not committed.
         """
@@ -129,7 +129,8 @@ class Grower:
             about.candidates, about.scores, about.order = (each.data_ptr() for each in self._candidates)
         tokens, parents, own = ((ctypes.c_int64 * about.total)() for _ in range(3))
         fed, expected = ctypes.c_int64(), ctypes.c_double()
-        count = self._library.grow(about, self._pass, text, tokens, parents, own, ctypes.byref(fed), ctypes.byref(expected))
+        how = None if draws is None else draws.about
+        count = self._library.grow(about, self._pass, text, tokens, parents, own, ctypes.byref(fed), ctypes.byref(expected), how)
         self._end(ids, fed.value)
         return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
 

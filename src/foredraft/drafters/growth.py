@@ -62,10 +62,14 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
 
 
 def draws_for(request: DraftRequest) -> Draws | None:
-    """How kernels draw chains for ``request``, with the noise that tensor operations draw them with; None where they cannot."""
+    """How kernels draw chains, and grow trees that lead the target's race, for ``request``, with the noise that tensor operations draw
+    them with; None where they cannot."""
     sampler, noise = request.sampler, request.sampler.noise
-    plain = request.shape.is_chain and request.thresholds is None and not request.partial and request.proposal in ("iid", "keyed")
-    if not (plain and type(noise) is Noise and on_host(noise.keys) and all(sampler.sampled)):
+    grown = isinstance(request.shape, DynamicShape) and request.proposal == "keyed" and not request.needs_q
+    drawn = request.shape.is_chain and request.proposal in ("iid", "keyed")
+    if request.thresholds is not None or request.partial or not (grown or drawn):
+        return None
+    if not (type(noise) is Noise and on_host(noise.keys) and all(sampler.sampled)):
         return None
     found = []
     for warping in (pipeline.warping for pipeline in sampler.pipelines):
@@ -74,7 +78,7 @@ def draws_for(request: DraftRequest) -> Draws | None:
         if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
             return None
         found.append(warping)
-    words = noise.chain_words(request.depth, keyed=request.proposal == "keyed")
+    words = noise.chain_words(request.depth, keyed=request.proposal == "keyed")  # of a tree: one for each level
     return Draws(words, noise.hashes(request.vocab_size), found, keep=request.needs_q)
 
 

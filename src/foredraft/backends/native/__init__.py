@@ -342,7 +342,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     held: list[Any] = [several, several, size, ctypes.POINTER(Norm), ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
     kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
-    kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
+    kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 7]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]

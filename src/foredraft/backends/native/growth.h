@@ -65,7 +65,7 @@ typedef struct {
     double logit_scale, logit_cap;             /* factor and cap of the logits, the latter as Layer.cap; 0: none */
 } Growth;
 
-/* How a chain is sampled: token i from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token
+/* How tokens are sampled: token i of a chain, or those at depth i of a tree, from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token
  * x follows from hashes[x] and words[i]. */
 typedef struct {
     const uint64_t *words;
@@ -200,13 +200,14 @@ INLINE f32 noise(i32 hashes, uint64_t word) {
 
 #define NOTHING -80.0f /* e to the power of less is 0; `exponential` has a smallest number there */
 
-/* Draw token i of a chain from the `vocab` tokens of the draft, whose distribution goes into q */
-static int drawn(const Draws *d, int i, const value *logits, int vocab, float *q) {
-    float largest;
+/* The first k of the race for token i among the `vocab` tokens of the draft, the winner first, into `at`. Returns how many of them have a
+ * probability: 0 if a logit is NaN. The distribution goes into q. */
+static int racing(const Draws *d, int i, const value *logits, int vocab, float *q, int k, int64_t *at) {
+    float largest, best[LINE];
     following(logits, vocab, __builtin_inff(), -1, &largest);
     const f32 least = f32_of(least_kept(d, logits, vocab, largest));
-    const f32 most = f32_of(largest), temperature = f32_of(d->temperature), none = f32_of(-1.0f);
-    f32 sum = f32_zero(), best = none;
+    const f32 most = f32_of(largest), temperature = f32_of(d->temperature);
+    f32 sum = f32_zero();
     lanes numbers = 0xffff;
     for (int x = 0; x < vocab; x += 16) {
         const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
@@ -218,20 +219,29 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab, float *q
         numbers &= f32_equal(logit, logit) | ~there;
     }
     const f32 whole = f32_of((numbers & 0xffff) == 0xffff ? f32_sum(sum) : __builtin_nanf(""));
-    i32 which = i32_zero(), index = i32_count();
+    int count = 0;
     for (int x = 0; x < vocab; x += 16) {
         const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
         const f32 p = f32_div(f32_load_some(there, q + x), whole);
         f32_store_some(q + x, there, p);
         const f32 ratio = f32_div(p, noise(i32_load_some(there, d->hashes + x), d->words[i]));
-        const lanes better = there & f32_less(best, ratio);
-        best = f32_pick(better, best, ratio);
-        which = i32_pick(better, which, index);
-        index = i32_add(index, i32_of(16));
+        lanes better = there & f32_less(f32_of(count < k ? 0.0f : best[k - 1]), ratio);
+        if (!better) continue;
+        float all[16];
+        f32_store(all, ratio);
+        for (; better; better &= better - 1) {
+            const int lane = __builtin_ctz(better);
+            if (count < k || all[lane] > best[k - 1]) count = put(best, at, count, k, all[lane], x + lane);
+        }
     }
     __builtin_memset(q + vocab, 0, (d->columns - vocab) * sizeof(float));
-    const lanes equal = f32_equal(best, f32_of(f32_most(best)));
-    return i32_least_of(equal, which); /* 0 if a logit is NaN, and then q is NaN as well */
+    return count;
+}
+
+/* Draw token i of a chain; 0 if a logit is NaN, and then q is NaN as well */
+static int drawn(const Draws *d, int i, const value *logits, int vocab, float *q) {
+    int64_t at;
+    return racing(d, i, logits, vocab, q, 1, &at) ? at : 0;
 }
 
 typedef struct {
@@ -456,11 +466,13 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
     return read;
 }
 
-/* Grow a dynamic tree for one row: read the `missed` tokens, the last of which is the root, and then level by level the k best nodes of each.
+/* Grow a dynamic tree for one row: read the `missed` tokens, the last of which is the root, and then level by level the k best nodes of each. The
+ * children of a node are the likeliest tokens, or with `draws`, which may be null, those that lead the race at their depth.
  * out_tokens, out_parents and own [total] describe the proposed nodes, numbered from 1, below the root, which is 0; own[i] is the number under
  * which a node was read, in slot root + own[i], or -1. Returns how many nodes are proposed. `fed` is how many were read, including the root, and
  * `expected_tokens` the sum of the probabilities of the proposed ones. */
-int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int64_t *out_parents, int64_t *own, int64_t *fed, double *expected_tokens) {
+int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int64_t *out_parents, int64_t *own, int64_t *fed, double *expected_tokens,
+         const Draws *draws) {
     const int k = g->k, root = g->start + g->missed - 1, room = k + k * k * ((int)g->depth - 1);
     int32_t *tokens = g->candidates, *parents = tokens + room, *numbers = parents + room, *marks = numbers + room;
     int64_t positions[LINE], wanted[LINE];
@@ -474,10 +486,12 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
         for (int i = 0; i < n; i++) {
             const value *logits = g->logits + (size_t)i * g->columns;
             float most = 0.0f, sum = 0.0f, last = __builtin_inff();
-            for (int j = 0, at = -1; j < k; j++, found++) {
-                at = following(logits, g->vocab, last, at, &last);
-                if (j == 0) most = last, sum = log_sum(logits, g->vocab, most);
-                const float score = above[i] + (last - most - sum);
+            int64_t leading[LINE];
+            const int some = draws ? racing(draws, level, logits, g->vocab, draws->q, k, leading) : k;
+            for (int j = 0, at = -1; j < some; j++, found++) {
+                at = draws ? leading[j] : following(logits, g->vocab, last, at, &last);
+                if (j == 0) most = last, sum = draws ? 0.0f : log_sum(logits, g->vocab, most);
+                const float score = above[i] + (draws ? __builtin_logf(draws->q[at]) : last - most - sum);
                 tokens[found] = named(g, at), parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
                 scores[found] = score == score ? score : -__builtin_inff(); /* propose nothing if logits are NaN */
             }
@@ -504,6 +518,7 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
             marks[c] = 0, numbers[c] = read, newest[n] = c, above[n] = scores[c];
             wanted[n] = tokens[c], positions[n] = root + level + 1, g->slots[n] = root + read++;
         }
+        if (!n) break; /* nothing leads a race */
         p->width = root + read;
         read_tokens(g, p, wanted, positions, below, n, n, from, g->mask + (size_t)from * g->stride);
     }

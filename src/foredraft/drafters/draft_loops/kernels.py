@@ -1,4 +1,4 @@
-"""Drafts of a single row by a kernel that makes them in one call: greedy trees, and chains that are drawn."""
+"""Drafts of a single row by a kernel that makes them in one call: greedy trees, and chains and grown trees that are drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
     """What ``kernel`` grows for a request that is :func:`greedy`, or draws; None where it cannot go on with that text."""
     shape, ids = request.shape, request.rows[0].ids
     if isinstance(shape, DynamicShape):
-        grown = kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)
+        grown = kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size, draws=draws)
     else:
         assert isinstance(shape, StaticShape)
         grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size, draws=draws)
@@ -39,7 +39,7 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
         tree = TokenTree.from_chain(torch.tensor([tokens]), proposal=request.proposal, q=q)
     else:
         parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
-        tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], pruned=pruned)
+        tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], proposal=request.proposal, pruned=pruned)
     return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
 
 
@@ -60,7 +60,8 @@ class KernelLoop:
         model, direct = self.model, self.model.backend.direct
         if direct is None or model.device != request.device:
             return None
-        draws = draws_for(request) if chain and len(request.rows) == 1 and not likeliest(request) else None
+        drawn = chain or isinstance(request.shape, DynamicShape)
+        draws = draws_for(request) if drawn and len(request.rows) == 1 and not likeliest(request) else None
         if draws is None and not likeliest(request):
             return None
         banned = () if draws else request.sampler.pipelines[0].banned(request.sampler.lengths[0])
