@@ -75,7 +75,7 @@ class Timeless(AutomaticPlanner):
         super().observe(rows, replace(done, draft=0.0, target=0.0, rest=0.0))
 
 
-def planner_of(seconds: Callable[[int], float], largest: Any, *, level: float = 1e-4, grows: bool = False) -> AutomaticPlanner:
+def planner_of(seconds: Callable[[int], float], largest: Any, *, level: float = 1e-4, grows: Sequence[bool] = ()) -> AutomaticPlanner:
     """An automatic planner that believes in these costs, whatever the machine takes."""
     costs = CostModel()
     for size in (1, 2, 5, 13, 25):
@@ -106,14 +106,15 @@ def test_with_match_the_text_is_the_same_with_the_planner_on_and_off(name: str, 
     assert len({str(done.shape) for done in auto.planner.rounds}) > 1
 
 
-def test_a_planner_that_grows_trees_keeps_the_text():
-    """Cheap nodes, and a draft that is nearly the target: trees are grown, and greedy text stays what it is."""
-    options = {"max_new_tokens": 3 * NEW, "do_sample": False}
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_planner_that_grows_trees_keeps_the_text(greedy):
+    """Cheap nodes, and a draft that is nearly the target: trees are grown, and greedy or seeded text stays what it is."""
+    options = {"max_new_tokens": 3 * NEW, "do_sample": not greedy, **({} if greedy else {"seed": 5})}
     expected = plainly(tiny(), repetitive()[:1], **options)
     speculator = Speculator(tiny(), make_drafter("draft-model"), shape="auto")
-    speculator.planner = planner_of(flat, largest_shape(branches=True), level=1e-5, grows=True)
+    speculator.planner = planner_of(flat, largest_shape(branches=True), level=1e-5, grows=[greedy])
     assert generate(speculator, repetitive()[:1], **options) == expected
-    assert speculator.planner.forecaster.grown.rounds > 0
+    assert speculator.planner.forecaster.grown[greedy].rounds > 0
 
 
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chains", "trees"])

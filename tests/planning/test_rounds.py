@@ -144,7 +144,7 @@ def levels(shape: TreeShape) -> list[int]:
 
 def planner(machine: Machine, rows: int = 1, *, shapes=CHAINS, known: bool = True, grows: bool = False) -> AutomaticPlanner:
     costs = machine.known(rows) if known else CostModel()
-    return AutomaticPlanner(shapes, grows=grows, costs=costs, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
+    return AutomaticPlanner(shapes, grows=[True] if grows else [], costs=costs, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
 
 
 def flat(tokens: int) -> float:

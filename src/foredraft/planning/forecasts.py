@@ -98,7 +98,8 @@ class Forecaster:
     Args:
         largest: how deep, how wide and how large a tree may be, and whether it may branch.
         costs: what is known of the machine.
-        grows, levels: trees may be grown by the draft's probabilities, where no row samples, and so many levels deep.
+        grows, levels: in which rounds trees may be grown by the draft's probabilities, True for greedy ones and False for those that
+            sample; and so many levels deep.
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
         exits: where drafts may leave the target, if there is a choice.
@@ -106,6 +107,7 @@ class Forecaster:
     Attributes:
         own: rows of a batch pay for their own nodes.
         acceptance: of greedy rounds, and of others: drafts are made differently.
+        grown: how grown trees have done in such rounds, where they may be grown.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Forecaster:
         largest: StaticShape,
         costs: CostModel,
         *,
-        grows: bool = False,
+        grows: Sequence[bool] = (),
         levels: int = GROWN_DEPTH,
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
@@ -123,7 +125,7 @@ class Forecaster:
         self.choice = None if exits is None else ExitChoice(exits, costs)
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
-        self.grown, self.levels = Grown() if grows else None, levels
+        self.grown, self.levels = {greedy: Grown() for greedy in grows}, levels
         self.plan_record = PlanRecord()
         self.own = False
         self._filler, self._reads_prompts = 0, False
@@ -158,8 +160,8 @@ class Forecaster:
         if best.rate < GAIN * chains[0].rate:
             best = chains[0]
         other = None
-        if self.grown is not None and greedy and len(rows) == 1:
-            best, other = self._with_grown(self.grown, best, chains[0], costs, growing)
+        if greedy in self.grown and len(rows) == 1:
+            best, other = self._with_grown(self.grown[greedy], best, chains[0], costs, growing)
         return Forecast(best, chains[0], other=other)
 
     def of(self, greedy: bool) -> Acceptance:
@@ -170,7 +172,7 @@ class Forecaster:
 
     def rounds(self, greedy: bool) -> int:
         """With a draft so far, of such rows."""
-        return self.of(greedy).rounds + (0 if self.grown is None else self.grown.rounds)
+        return self.of(greedy).rounds + (self.grown[greedy].rounds if greedy in self.grown else 0)
 
     def attempt(self, rows: Sequence[Row], *, greedy: bool, most: float) -> search.Plan:
         """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work; of those that cost
@@ -196,8 +198,8 @@ class Forecaster:
         acceptance = self.of(done.greedy)
         if expected_tokens is not None and expected_tokens > 1 and len(rows) == 1 and isinstance(done.shape, StaticShape):
             self.plan_record.observe(done.accepted[0], expected_tokens - 1)
-        if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
-            self.grown.observe(1 + sum(done.accepted) / len(rows), cost, done.expected)
+        if isinstance(done.shape, DynamicShape) and done.greedy in self.grown:  # of ranks and depths it says nothing
+            self.grown[done.greedy].observe(1 + sum(done.accepted) / len(rows), cost, done.expected)
             return
         alone = len(rows) == 1 and not self._records  # then it is the average
         usual = [] if alone else _summed(acceptance.by_depth(self.largest.depth))
@@ -226,8 +228,7 @@ class Forecaster:
         acceptance = self.of(greedy)
         costs = self._lasting(rows, acceptance)
         if not isinstance(shape, StaticShape):
-            assert self.grown is not None
-            return search.Plan(shape, self.grown.tokens, self.grown.seconds * costs.verify[0])
+            return search.Plan(shape, self.grown[greedy].tokens, self.grown[greedy].seconds * costs.verify[0])
         if not shape.nodes:
             return search.plain(costs)
         accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
@@ -262,7 +263,7 @@ class Forecaster:
             return False
         for each in self.acceptance.values():
             each.shift(odds)
-        self.grown = None if self.grown is None else Grown()  # what grown trees kept was of another exit
+        self.grown = {greedy: Grown() for greedy in self.grown}  # what grown trees kept was of another exit
         return True
 
     def _with_grown(

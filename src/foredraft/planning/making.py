@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from foredraft.drafters.base import Drafter
 from foredraft.planning.costs import LEVEL, LOOK_UP, CostModel, timed_beforehand
-from foredraft.planning.forecasts import GROWN_DEPTH
+from foredraft.planning.forecasts import GROWN_DEPTH, GROWN_K
 from foredraft.planning.largest import largest_fitting
 from foredraft.planning.planner import AutomaticPlanner
 from foredraft.planning.profiles import profile
@@ -22,9 +22,10 @@ def make_planner(target: Target, drafter: Drafter, rule: Rule, proposal: Proposa
         return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, chain=drafter.makes_chains(shape)) is None
 
     info, largest = drafter.info, largest_fitting(target, drafter, fits)
+    grows = info.grows and not largest.is_chain and target.device.type == "cpu"
     return AutomaticPlanner(
         largest,
-        grows=info.grows and not largest.is_chain and target.device.type == "cpu",
+        grows=[greedy for greedy in (True, False) if grows and (greedy or fits(TreeShape.opt(largest.nodes, largest.depth, k=GROWN_K)))],
         levels=GROWN_DEPTH if info.runs_a_model else largest.depth,
         costs=CostModel(level=LEVEL if timed_beforehand(drafter) else LOOK_UP),
         profile=profile(target, drafter),

@@ -52,7 +52,7 @@ class AutomaticPlanner(Planner):
 
     Args:
         largest: from :func:`largest_shape`; says how deep, how wide and how large a tree may be, and whether it may branch.
-        grows: trees may be grown by the draft's probabilities, where no row samples.
+        grows: in which rounds trees may be grown by the draft's probabilities: True for greedy ones, False for those that sample.
         levels: of a grown tree at most; where a level is a pass of a model, fewer are worth it.
         costs: what is known of the machine; filled by :meth:`prepare` where it is not.
         profile: where measured costs are kept between runs, None for nowhere.
@@ -69,7 +69,7 @@ class AutomaticPlanner(Planner):
         self,
         largest: StaticShape,
         *,
-        grows: bool = False,
+        grows: Sequence[bool] = (),
         levels: int = GROWN_DEPTH,
         costs: CostModel | None = None,
         profile: Profile | None = None,
