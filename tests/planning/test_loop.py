@@ -117,6 +117,13 @@ def test_a_planner_that_grows_trees_keeps_the_text(greedy):
     assert speculator.planner.forecaster.grown[greedy].rounds > 0
 
 
+@pytest.mark.parametrize(("rule", "rounds"), [("match", {True, False}), ("traversal", {True}), ("block", set())])
+def test_trees_are_grown_where_the_rule_is_exact_for_them(rule, rounds):
+    """Nodes that were dropped for their tokens are no draws from q; greedy rounds use ``match``."""
+    speculator = Speculator(tiny(), make_drafter("draft-model"), rule=rule, shape="auto")
+    assert set(speculator.planner.forecaster.grown) == rounds
+
+
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chains", "trees"])
 def test_rows_that_come_and_go_get_the_text_they_get_alone(shapes):
     texts, drafter = prompts((30, 21, 26)), make_drafter("draft-model")

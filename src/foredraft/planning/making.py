@@ -19,13 +19,15 @@ def make_planner(target: Target, drafter: Drafter, rule: Rule, proposal: Proposa
     drafter is bound to the target."""
 
     def fits(shape: TreeShape) -> bool:
-        return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, chain=drafter.makes_chains(shape)) is None
+        how = {"chain": drafter.makes_chains(shape), "pruned": not shape.static}
+        return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, **how) is None
 
-    info, largest = drafter.info, largest_fitting(target, drafter, fits)
-    grows = info.grows and not largest.is_chain and target.device.type == "cpu"
+    info, largest, grows = drafter.info, largest_fitting(target, drafter, fits), []
+    if info.grows and not largest.is_chain and target.device.type == "cpu":
+        grows = [True, False] if fits(TreeShape.opt(largest.nodes, largest.depth, k=GROWN_K)) else [True]
     return AutomaticPlanner(
         largest,
-        grows=[greedy for greedy in (True, False) if grows and (greedy or fits(TreeShape.opt(largest.nodes, largest.depth, k=GROWN_K)))],
+        grows=grows,
         levels=GROWN_DEPTH if info.runs_a_model else largest.depth,
         costs=CostModel(level=LEVEL if timed_beforehand(drafter) else LOOK_UP),
         profile=profile(target, drafter),
