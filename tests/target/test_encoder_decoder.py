@@ -297,6 +297,29 @@ def test_a_model_that_changes_reads_its_sources_again(counted):
 # -- entry points -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_without_a_source_a_speculator_and_an_attached_model_refuse(name):
+    model = copy.deepcopy(build(name))
+    message = f"nothing for it to read: pass {model.main_input_name}="
+    with pytest.raises(ConfigurationError, match=message):
+        Speculator(model, "none").generate(max_new_tokens=3)
+    foredraft.attach(model, "none")
+    with pytest.raises(ConfigurationError, match=message):
+        model.generate(max_new_tokens=3)
+
+
+def test_without_a_source_custom_generate_does_what_transformers_does():
+    """transformers has run the encoder before; a start token that it put in place of a source looks like one that was given."""
+    speculating = {"max_new_tokens": 3, "custom_generate": foredraft.custom_generate("none")}
+    assert torch.equal(build("bart").generate(**speculating), build("bart").generate(max_new_tokens=3, do_sample=False))
+    with pytest.raises(ValueError, match="Make sure to provide either `input_features` or"):
+        build("whisper").generate(**speculating)
+    model = copy.deepcopy(build("t5"))
+    model.generation_config.bos_token_id = None  # as that of T5
+    with pytest.raises(ValueError, match="`bos_token_id` has to be defined"):
+        model.generate(**speculating)
+
+
 def test_outputs_are_those_of_transformers():
     model, given = build("bart"), sources("bart")
     asked = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
