@@ -14,7 +14,7 @@ import transformers
 import vocabularies
 from architectures import VOCABULARY
 from cover import nightly_but
-from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
+from encoder_decoders import _BART, CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
 from kernel_cases import always as always  # a fixture
 from sourced_cases import compact_all_but_sources
@@ -982,6 +982,43 @@ def test_the_command_line_reads_a_source(tmp_path, capsys):
         assert refused.exit_code == 2 and message in refused.stderr
     tuned = runner.invoke(app, ["tune", "--target", str(tmp_path)])
     assert tuned.exit_code != 0 and "is an encoder-decoder model" in tuned.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "source", "target"),
+    [
+        (transformers.NllbTokenizer, transformers.M2M100ForConditionalGeneration, "fra_Latn", "deu_Latn"),
+        (transformers.MBart50Tokenizer, transformers.MBartForConditionalGeneration, "fr_XX", "de_DE"),
+    ],
+)
+def test_the_command_line_translates_between_languages(kind, model, source, target, tmp_path):
+    tokenizer = kind()
+    tokenizer.save_pretrained(tmp_path)
+    config = {**_BART, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    model(model.config_class(**config)).save_pretrained(tmp_path)
+    read, runner = [], CliRunner()
+    given = ["generate", "--target", str(tmp_path), "--source", "a", "--max-new-tokens", "3", "--json", "--drafter", "none"]
+    with pytest.MonkeyPatch.context() as patch:
+        stream = Speculator.stream
+        patch.setattr(Speculator, "stream", lambda self, **asked: read.append(asked) or stream(self, **asked))
+        done = runner.invoke(app, [*given, "--source-language", source, "--target-language", target])
+    assert done.exit_code == 0, done.output
+    tokens = tokenizer.convert_tokens_to_ids([source, target])
+    assert read[0]["input_ids"][0, 0] == tokens[0] and read[0]["forced_bos_token_id"] == tokens[1]
+    assert json.loads(done.stdout)["tokens"][0] == tokens[1]
+    refused = runner.invoke(app, [*given, "--target-language", "klingon"])
+    assert refused.exit_code == 2 and "--target-language: unknown language 'klingon'" in refused.stderr
+    assert "such as a" in refused.stderr and "<s>" not in refused.stderr  # no special token that is no language
+
+
+def test_languages_are_refused_where_there_are_none(tmp_path, monkeypatch):
+    save_t5(tmp_path)
+    run = lambda *given: CliRunner().invoke(app, ["generate", *given, "--max-new-tokens", "3"])  # noqa: E731
+    for option in ("--source-language", "--target-language"):
+        refused = run("--target", str(tmp_path), "--source", "a b", option, "en")
+        assert refused.exit_code == 2 and f"knows no languages; leave {option} out" in refused.stderr
+        refused = run("--target", "zoo:python-1m", "a b", option, "en")
+        assert refused.exit_code == 2 and f"{option} is for models with an encoder" in refused.stderr
 
 
 def test_audit_compares_with_transformers(monkeypatch):

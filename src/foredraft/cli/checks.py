@@ -82,22 +82,25 @@ def config_here(source: str) -> dict[str, Any]:
     return hub.config_of(source) if hub.on_this_machine(source) else {}
 
 
-def check_source_text(target: str, prompt: str | None, source: str | None, file: Path | None) -> None:
+def check_source_text(target: str, prompt: str | None, source: str | None, file: Path | None, *, languages: Mapping[str, str]) -> None:
     """Refuse what an encoder is to read where there is none, and a text to continue where there is one."""
     if source is not None and (prompt is not None or file is not None):
         raise ConfigurationError("give --source TEXT alone, without PROMPT or --prompts FILE")
     if config := config_here(target):
-        check_source_is_read(target, bool(config.get("is_encoder_decoder")), source=source is not None, prompt=prompt is not None)
+        encoder = bool(config.get("is_encoder_decoder"))
+        check_source_is_read(target, encoder, source=source is not None, prompt=prompt is not None, languages=languages)
 
 
-def check_source_is_read(target: str, encoder: bool, *, source: bool, prompt: bool) -> None:
-    """Whether there is an ``encoder`` to read a ``source`` that was given, and none where a ``prompt`` was.
+def check_source_is_read(target: str, encoder: bool, *, source: bool, prompt: bool, languages: Mapping[str, str]) -> None:
+    """Whether there is an ``encoder`` where a ``source`` or ``languages`` were given, and none where a ``prompt`` was.
 
     Raises:
         ConfigurationError: names what to give instead.
     """
     if source and not encoder:
         raise ConfigurationError(f"{target!r} has no encoder to read --source; give the text as PROMPT")
+    if languages and not encoder:
+        raise ConfigurationError(f"{next(iter(languages))} is for models with an encoder, and {target!r} has none; leave it out")
     if prompt and encoder:
         raise ConfigurationError(f"{target!r} has an encoder: give what it reads as --source TEXT, and leave PROMPT out")
 

@@ -93,6 +93,18 @@ def generate(
             help="What an encoder-decoder model reads, in place of PROMPT; - is stdin. For such a model, each line of --prompts is one.",
         ),
     ] = None,
+    source_language: Annotated[
+        str | None,
+        PROMPTS(metavar="CODE", help="The language of the source, as the tokenizer calls it (src_lang).", show_default="the tokenizer's"),
+    ] = None,
+    target_language: Annotated[
+        str | None,
+        PROMPTS(
+            metavar="CODE",
+            help="The language to write, for M2M-100, NLLB and mBART-50: its token is forced_bos_token_id.",
+            show_default="the model's",
+        ),
+    ] = None,
     chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
     system: options.System = None,
     target: options.Target = "zoo:python-8m",
@@ -126,7 +138,8 @@ def generate(
     """
     texts = read_prompts(prompt if source is None else source, prompts)
     check(configuration, encoders=True, lossy=True)
-    check_source_text(target, prompt, source, prompts)
+    languages = decoding.languages
+    check_source_text(target, prompt, source, prompts, languages=languages)
     if system is not None and not chat:
         raise ConfigurationError("--system needs --chat")
     decoding = replace(decoding, matched=check_grammar(json_schema, regex, grammar, grammar_backend))
@@ -135,7 +148,7 @@ def generate(
         from foredraft.cli.generation import generate
 
         try:
-            reads = partial(check_source_is_read, target, source=source is not None, prompt=prompt is not None)
+            reads = partial(check_source_is_read, target, source=source is not None, prompt=prompt is not None, languages=languages)
             outcome = generate(texts, configuration, decoding, printer, progress, reads=reads)
         finally:
             printer.end_line()

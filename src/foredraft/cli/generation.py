@@ -16,7 +16,7 @@ from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
 from foredraft.detokenizer import Detokenizer
 from foredraft.device import default_device
-from foredraft.errors import ConfigurationError, first_line
+from foredraft.errors import ConfigurationError, first_line, unknown
 from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import BUDGET
@@ -41,6 +41,7 @@ def generate(
     an encoder, and raises where the prompts are not for such a model."""
     tokenizer = load_tokenizer(configuration.target)
     system, name = messages("system", decoding.system), configuration.target
+    forced = translating(tokenizer, name, decoding)
     rows = [encode(tokenizer, [*system, *messages("user", each)] if decoding.chat else each, name) for each in prompts]
     speculator = load_speculator(configuration, tokenizer)
     reads(speculator.target.sourced)
@@ -54,7 +55,7 @@ def generate(
     if decoding.filters() and not sampled:
         progress.clear()
         note("note: --top-k, --top-p and --min-p change nothing in greedy decoding; add --temperature 1 to sample")
-    arguments = decoding.arguments(speculator.model.generation_config, tokenizer)
+    arguments = {**decoding.arguments(speculator.model.generation_config, tokenizer), **forced}
     printer.begin(configuration, seed if sampled else None)
     progress.show("reading the prompt")
     stats: list[Stats] = []
@@ -82,6 +83,29 @@ def generate(
             stream.close()
     total = combine(stats, seed=seed if sampled else None)
     return Outcome(configuration, results[: len(total.rows)], total, sampled, interrupted)
+
+
+def translating(tokenizer: Any, name: str, decoding: Decoding) -> dict[str, int]:
+    """Tell the tokenizer of the model ``name`` the language of the source; returns what makes ``generate`` write the other language.
+
+    Raises:
+        ConfigurationError: the tokenizer knows no such language, or none at all.
+    """
+    if not decoding.languages:
+        return {}
+    if not hasattr(tokenizer, "src_lang"):
+        raise ConfigurationError(f"the tokenizer of {name!r} knows no languages; leave {' and '.join(decoding.languages)} out")
+    others = tokenizer.special_tokens_map.values()
+    codes = getattr(tokenizer, "lang_code_to_id", None) or {  # NLLB's has its codes among the special tokens
+        token: id for token, id in zip(tokenizer.all_special_tokens, tokenizer.all_special_ids) if token not in others
+    }
+    for option, code in decoding.languages.items():
+        if code not in codes:
+            some = ", ".join(list(codes)[:12])
+            raise unknown(f"{option}: unknown language", code, codes, hint=f"the tokenizer of {name!r} knows {len(codes)}, such as {some}")
+    if decoding.source_language is not None:
+        tokenizer.src_lang = decoding.source_language
+    return {} if decoding.target_language is None else {"forced_bos_token_id": codes[decoding.target_language]}
 
 
 def load_speculator(

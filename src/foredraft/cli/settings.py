@@ -95,8 +95,16 @@ class Decoding:
     chat: bool = False
     system: str | None = None
     logprobs: int | None = None
+    source_language: str | None = None
+    target_language: str | None = None
     longest: int = 256
     matched: Mapping[str, Any] = field(default_factory=dict)  # json_schema, regex or grammar, and grammar_backend
+
+    @property
+    def languages(self) -> dict[str, str]:
+        """Those that were given, by the option."""
+        given = {"--source-language": self.source_language, "--target-language": self.target_language}
+        return {option: code for option, code in given.items() if code is not None}
 
     def sampled(self, defaults: Any) -> bool:
         """Whether a model with ``defaults``, its generation config, samples."""
