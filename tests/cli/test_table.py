@@ -221,6 +221,10 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("--target zoo:python-8m --task some.txt --task other/some.txt", "two tasks are called 'some'"),
         ("--target zoo:python-8m --latex /none/out.tex", "there is no folder '/none'"),
         ("--target zoo:python-8m --gamma 0", "--gamma"),
+        ("--target zoo:python-8m --drafter-option templte=x", "none of the drafters has an option 'templte', did you mean 'template'?"),
+        ("--target zoo:python-8m --drafter suffix --drafter-option template=x", "none of the drafters has an option 'template'"),
+        ("--target zoo:python-8m --drafter-option template=3", "template must be str or None, got 3"),
+        ("--target zoo:t5-ast --drafter draft-model:zoo:python-1m --task some.txt", "--drafter-option 'template="),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -230,6 +234,18 @@ def test_what_cannot_work_is_refused(arguments: str, message: str, tmp_path: Pat
         (tmp_path / name).write_text(text)
     result = cli(*arguments.split())
     assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+
+
+def test_drafter_options_go_to_the_drafters_that_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("foredraft.cli.table.measured", lambda speculator, most: known_costs(pass_=PASS, level=C * PASS))
+    (tmp_path / "task.txt").write_text("x = f(a)\n")
+    drafts = ["--drafter", "draft-model:zoo:python-1m", "--drafter", "prompt-lookup", "--drafter-option", "template={source}"]
+    short = ["--gamma", 2, "--temperature", 0, "--max-new-tokens", 6, "--repeats", 1, "--threads", 1]
+    result = cli("--target", "zoo:t5-ast", "--task", tmp_path / "task.txt", *drafts, *short, "--json", tmp_path / "o.json")
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert [each["draft"] for each in document["cells"]] == ["draft-model:zoo:python-1m", "prompt-lookup", "bigram"]
+    assert document["drafter_options"] == {"template": "{source}"}
 
 
 def test_texts_that_end_at_once_are_said():

@@ -28,9 +28,11 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def check(configuration: Configuration, candidates: Sequence[str] = (), *, encoders: bool = False, lossy: bool = False) -> None:
-    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters, and models may have ``encoders``. The
-    command has the option --lossy, if ``lossy``.
+def check(
+    configuration: Configuration, candidates: Mapping[str, Mapping[str, Any]] | None = None, *, encoders: bool = False, lossy: bool = False
+) -> None:
+    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters and their options, and models may
+    have ``encoders``. The command has the option --lossy, if ``lossy``.
 
     Raises:
         ConfigurationError: names the option and what to write instead.
@@ -38,8 +40,8 @@ def check(configuration: Configuration, candidates: Sequence[str] = (), *, encod
     """
     check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization, encoders=encoders)
     check_drafter(configuration.drafter_name, configuration.drafter_options, encoders=encoders)
-    for each in candidates:
-        check_drafter(each, {}, encoders=encoders)
+    for each, own in (candidates or {}).items():
+        check_drafter(each, own, encoders=encoders)
     shape = None if configuration.shape in (None, "auto") else TreeShape.parse(configuration.shape)
     if shape is not None and configuration.draft_length is not None:
         raise ConfigurationError(f"--draft-length {configuration.draft_length} is --shape 'chain({configuration.draft_length})'; pass one")

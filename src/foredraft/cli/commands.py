@@ -200,7 +200,7 @@ def tune(
     The measured costs are saved; --shape auto uses them from then on. After Ctrl-C (exit code 130), what was measured until then is shown
     and written.
     """
-    check(contest.plain, contest.drafters or ())
+    check(contest.plain, contest.options)
     texts = () if prompts is None else read_prompts(None, prompts)
     check_output(as_json)
     check_output(plot)
@@ -281,6 +281,10 @@ def table(
         PROMPTS(metavar="FILE", help=f"A task is a file of prompts and has its name; repeat for more. {LINES}", show_default=BEGINNINGS),
     ] = None,
     limit: Annotated[int, PROMPTS(min=1, metavar="N", help="Prompts of each task, at most: the first ones.")] = 20,
+    drafter_option: Annotated[
+        list[str] | None,
+        SPECULATION(metavar="KEY=VALUE", show_default=False, help="An option for every drafter that has it; repeat for more."),
+    ] = None,
     gamma: Annotated[list[int], SPECULATION(min=1, help="Drafted tokens per round; repeat for more.")] = [3, 5, 7],  # noqa: B006
     rule: Annotated[
         str | None,
@@ -304,7 +308,8 @@ def table(
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C. What was measured until then is shown and written.
     """
     for each in target:
-        check(replace(contest, target=each).plain, contest.drafters or (), encoders=True)
+        own = replace(contest, target=each)
+        check(own.plain, own.options, encoders=True)
     if rule not in (None, "auto") and not verification.describe(rule).lossless:
         raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
     tasks = read_tasks(task or (), limit)
@@ -359,7 +364,7 @@ def demo(
     million parameters; give it more --seconds.
     """
     given = {**locals(), "started": time.monotonic()}
-    check(Configuration(target, dtype=dtype, device=device), drafters or ())
+    check(Configuration(target, dtype=dtype, device=device), dict.fromkeys(drafters or (), {}))
     with Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
         from foredraft.cli.demo import Demo, Setting, show
 

@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from foredraft import drafters
 from foredraft.cli import options
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, unknown
 
 if TYPE_CHECKING:
     from foredraft.detokenizer import Detokenizer
@@ -64,6 +65,7 @@ class Contest(Loading):
     """Several drafters that are compared on one target."""
 
     drafters: options.Candidates = None
+    drafter_option: Sequence[str] | None = None  # of the commands that have --drafter-option
 
     @property
     def names(self) -> list[str]:
@@ -71,6 +73,19 @@ class Contest(Loading):
         own = {**PAIRED, **EMBEDDED}.get(self.target, "draft-model:zoo:python-1m")
         embedded = [own] if self.target.startswith("zoo:") else []
         return list(dict.fromkeys(self.drafters or [*embedded, "prompt-lookup"]))
+
+    @property
+    def options(self) -> dict[str, dict[str, Any]]:
+        """By drafter to compare, the options that it knows.
+
+        Raises:
+            ConfigurationError: an option that none of them knows.
+        """
+        given = parse_options(self.drafter_option or ())
+        known = {name: drafters.options(name.partition(":")[0]) for name in self.names}
+        for key in given.keys() - set().union(*known.values()):
+            raise unknown("none of the drafters has an option", key, sorted(set().union(*known.values()) - {"source"}))
+        return {name: {key: value for key, value in given.items() if key in own} for name, own in known.items()}
 
     @property
     def plain(self) -> Configuration:

@@ -19,10 +19,11 @@ from torch import nn
 
 from foredraft import theory, verification
 from foredraft.auditing.prompts import default_prompts
+from foredraft.choices import choose_rule
 from foredraft.cli.alpha import between, chain_costs, measured
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
-from foredraft.cli.settings import Contest, Decoding
+from foredraft.cli.settings import Contest, Decoding, parse_options
 from foredraft.cli.tables import add_row, in_markdown, new_table
 from foredraft.cli.tune import after_prefill
 from foredraft.drafters.base import Drafter
@@ -130,14 +131,16 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> Iterato
     tokenizer = load_tokenizer(contest.target)
     tasks = setting.tasks or {"built-in": default_prompts(contest.target)}
     rows = {name: [encode(tokenizer, each, contest.target) for each in prompts] for name, prompts in tasks.items()}
-    drafters = {name: make_drafter(name, {}, tokenizer) for name in contest.names}  # unknown names before any weights are read
+    drafters = {
+        name: make_drafter(name, own, tokenizer) for name, own in contest.options.items()
+    }  # unknown names before any weights are read
     drafters[BIGRAM] = make_drafter("ngram", {"order": 2}, tokenizer)
     plain = load_speculator(contest.plain, tokenizer, reuse_prefix=False)
     longest = max(setting.gammas)
-    speculators = {}
+    shape, speculators = TreeShape.chain(longest), {}
     for name, drafter in drafters.items():  # "eager" leaves the model as it is, packed where the Speculator that loaded it packed it
-        rule, shape = rule_of(setting, drafter, longest), TreeShape.chain(longest)
-        speculators[name] = Speculator(plain.model, drafter, rule=rule, shape=shape, reuse_prefix=False, execution="eager")
+        speculators[name] = made = Speculator(plain.model, drafter, shape=shape, reuse_prefix=False, execution="eager")
+        made.rule, made.proposal = choose_rule(rule_of(setting, drafter, longest), drafter, shape)  # what it offers depends on the target
     costs = {}
     for name, speculator in speculators.items():
         progress.show(f"{contest.target}: measuring the costs of {name}")
@@ -309,7 +312,13 @@ def report(cells: Sequence[Cell]) -> RenderableType:
 
 def document(setting: Setting, cells: Sequence[Cell], *, complete: bool = True) -> dict[str, Any]:
     """Everything, for JSON; ``foredraft theory --with`` reads it. A run that was interrupted or failed is not ``complete``."""
-    own = {"dtype": setting.contest.dtype, "threads": torch.get_num_threads(), "tokens": setting.tokens, "repeats": setting.repeats}
+    own = {
+        "dtype": setting.contest.dtype,
+        "drafter_options": parse_options(setting.contest.drafter_option or ()),
+        "threads": torch.get_num_threads(),
+        "tokens": setting.tokens,
+        "repeats": setting.repeats,
+    }
     when = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     return {"schema": 1, "report": "table", **own, **when, "complete": complete, "cells": [asdict(each) for each in cells]}
 

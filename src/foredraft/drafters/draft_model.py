@@ -199,7 +199,8 @@ class DraftModel(LearningDrafter):
         if target.sourced and not encoder and self.template is None:
             raise ConfigurationError(
                 f"the draft {name_of(draft)} has no encoder to read the target's source with; give a smaller model with an encoder, or, "
-                "where sources are text, a template: drafter_options={'template': 'English: {source} German:'}"
+                "where sources are text, a template: drafter_options={'template': 'English: {source} German:'}, on the command line "
+                "--drafter-option 'template=English: {source} German:'"
             )
         if self.template is not None and (encoder or not target.sourced or target.model.main_input_name != "input_ids"):
             raise ConfigurationError("a template is for a draft without an encoder, and a target that reads text with one: leave it out")
