@@ -17,7 +17,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,7 @@ from recipes.zoo.__main__ import Out, Resume, _needed, _read, _train, _write
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_made = partial(_needed, recipe="t5")  # by a step of this recipe
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
@@ -93,7 +94,7 @@ def train(
     chosen = recipe.MODELS[model.value]
     schedule = Schedule(int((budget or chosen.budget) * 1e6), cooldown=cooldown or chosen.cooldown)
     base = out / f"t5-{task.value}"
-    train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
+    train, held_out = (Encoded.load(_made(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
     _train(base / model.value, partial(fit.Run, chosen), train, held_out, len(train.tokens), schedule, resume)
 
 
@@ -111,7 +112,7 @@ def evaluate(
     from recipes.zoo.fit import CHECKPOINT
 
     base, limits = out / f"t5-{task.value}", recipe.TASKS[task.value]
-    train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
+    train, held_out = (Encoded.load(_made(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
     lines = (base / "pairs" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     chosen = evaluation.sample([json.loads(line)["task"] for line in lines])
 
@@ -137,10 +138,8 @@ def package(out: Out) -> None:
     from recipes.t5 import fit, packaging
 
     base, manifest = out / "t5-ast", _read(_needed(out / "corpus", "corpus") / "manifest.json")
-    baselines = {name: _read(_needed(base / f"scores-{name}.json", "evaluate")) for name in ("copy", "n-gram")}
     for name, run in ((zoo.T5, "target"), (zoo.T5_DRAFT, "1m")):
-        figures = {"training": _read(base / run / "training.json"), "held_out": _read(base / f"scores-{run}.json"), "baselines": baselines}
-        typer.echo(packaging.package_model(name, fit.load_weights(base / run), _tokenizer(out), figures, manifest))
+        typer.echo(packaging.package_model(name, fit.load_weights(base / run), _tokenizer(out), _figures(base, run), manifest))
     for kind in ("ast", "rename"):
         typer.echo(packaging.write_prompts(base / "pairs", _tokenizer(out), kind, zoo.root() / "prompts" / f"{kind}.jsonl"))
 
@@ -152,7 +151,8 @@ def checkpoint(
     model: ModelName = Sized.target,
     width: Annotated[int, typer.Option("--width", help="Inflate it to so many times its width.")] = 1,
 ) -> None:
-    """Write a trained model as a checkpoint into OUT/t5-TASK/MODEL-WIDTHx, and held-out sources into OUT/t5-TASK/TASK.jsonl."""
+    """Write a trained model as a checkpoint, with a model card, into OUT/t5-TASK/MODEL-WIDTHx, and held-out sources into
+    OUT/t5-TASK/TASK.jsonl."""
     import torch
 
     from foredraft import inflate
@@ -160,9 +160,13 @@ def checkpoint(
     from recipes.zoo.fit import CHECKPOINT
 
     base = out / f"t5-{task.value}"
-    trained = fit.load_weights(_needed(base / model.value / CHECKPOINT, "train").parent).to(torch.bfloat16)
+    trained = fit.load_weights(_made(base / model.value / CHECKPOINT, "train").parent).to(torch.bfloat16)
+    figures, manifest = _figures(base, model.value), _read(_needed(out / "corpus", "corpus") / "manifest.json")
     folder = base / f"{model.value}-{width}x"
-    packaging.save(inflate(trained, hidden_size=trained.config.d_model * width), _tokenizer(out), folder)
+    widened = inflate(trained, hidden_size=trained.config.d_model * width)
+    packaging.save(widened, _tokenizer(out), folder)
+    command = f"checkpoint --task {task.value} --model {model.value} --width {width}"
+    packaging.describe(folder, widened, task.value, model.value, command, figures, manifest)
     typer.echo(folder)
     typer.echo(packaging.write_prompts(base / "pairs", _tokenizer(out), task.value, base / f"{task.value}.jsonl"))
 
@@ -182,10 +186,17 @@ def everything(
         package(out)
 
 
+def _figures(base: Path, run: str) -> dict[str, Any]:
+    """Of training, and what `evaluate` found of the model and of the baselines."""
+    step = f"evaluate --task {base.name.removeprefix('t5-')}"
+    scores = {name: _read(_made(base / f"scores-{name}.json", step)) for name in (run, "copy", "n-gram")}
+    return {"training": _read(base / run / "training.json"), "held_out": scores.pop(run), "baselines": scores}
+
+
 def _tokenizer(out: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast.from_pretrained(_needed(out / "t5-tokenizer", "pairs --task ast"))
+    return PreTrainedTokenizerFast.from_pretrained(_made(out / "t5-tokenizer", "pairs --task ast"))
 
 
 if __name__ == "__main__":

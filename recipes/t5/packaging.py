@@ -1,21 +1,55 @@
-"""Turns a finished run into a folder of the package: weights, tokenizer, figures and model card; and held-out sources."""
+"""Turns a finished run into a folder: weights, tokenizer, figures and model card; and held-out sources."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from foredraft import zoo
+from recipes.t5.pairs import CHARACTERS, FUNCTION_CHARACTERS
 from recipes.zoo.packaging import Figures, data_section, finish, fresh, save_tokenizer
 
 PROMPTS = 48  # of each kind
 SHORTEST = {"ast": 32, "rename": 32, "doc": 8}  # tokens of the texts that these ask for
-AS = {"ast": "syntax tree", "rename": "renamed statement"}
+AS = {"ast": "syntax tree", "rename": "renamed statement", "doc": "first sentence"}
 EXAMPLE = """x = f(a, b=1)                  (Assign x (Call f a (Keyword b 1)))
 rename f load: x = f(a, b=1)   x = load(a, b=1)"""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a card says of a task."""
+
+    kind: str
+    seen: str
+    does: str
+    data: str
+    limits: str
+
+
+WORDS = {
+    "ast": Words(
+        "Python statements",
+        "statements of Python",
+        "It reads a statement and writes its syntax tree, or reads `rename A B: STATEMENT` and writes the statement with the variable A "
+        f"called B:\n\n```\n{EXAMPLE}\n```",
+        f"Statements of at most {CHARACTERS} characters without comments, as they stand there; of short ones a share. A variable is "
+        "renamed to a name from\nanother place of the same half. A source that is held out is in no training pair.",
+        "Long names, long strings and deep nesting go wrong first.",
+    ),
+    "doc": Words(
+        "Python functions",
+        "functions of Python and their docstrings",
+        "It reads a function without its docstring and writes the first sentence of that docstring.",
+        f"Functions of at most {FUNCTION_CHARACTERS} characters without comments, whose docstring begins with a sentence of 16 to 160 "
+        "characters.\nA source that is held out is in no training pair.",
+        "A sentence may say something else than the function does.",
+    ),
+}
 
 
 def package_model(
@@ -24,9 +58,14 @@ def package_model(
     """Writes bfloat16 weights and what belongs beside them."""
     folder = fresh(name)
     save(model.to(torch.bfloat16), tokenizer if name == zoo.T5 else None, folder)
-    figures = {"parameters": model.num_parameters(), **figures}
-    finish(folder, _card(name, model.config, figures, manifest), figures, manifest)
+    describe(folder, model, "ast", name.removeprefix(zoo.T5).removeprefix("-") or "target", "package", figures, manifest)
     return folder
+
+
+def describe(folder: Path, model: PreTrainedModel, task: str, run: str, command: str, figures: Figures, manifest: Figures) -> None:
+    """Write the card and the figures of the model that ``run`` trained; ``command`` is the last step of the recipe."""
+    figures = {"parameters": model.num_parameters(), **figures}
+    finish(folder, card(task, run, command, model.config, figures, manifest), figures, manifest)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, folder: Path) -> None:
@@ -47,12 +86,15 @@ def write_prompts(pairs: Path, tokenizer: PreTrainedTokenizerFast, kind: str, fi
     return file
 
 
-def _card(name: str, config: T5Config, figures: Figures, manifest: Figures) -> str:
+def card(task: str, run: str, command: str, config: T5Config, figures: Figures, manifest: Figures) -> str:
     trained, held_out = figures["training"], figures["held_out"]
-    role = {
-        zoo.T5: "A small encoder-decoder model of Python statements, for demonstrations, tests and benchmarks: the target.",
-        zoo.T5_DRAFT: f"The draft model for `{zoo.T5}`: same tokenizer, trained on the same pairs.",
-    }[name]
+    words, target = WORDS[task], f"t5-{task}"
+    name = target if run == "target" else f"{target}-{run}"
+    role = (
+        f"A small encoder-decoder model of {words.kind}, for demonstrations, tests and benchmarks: the target."
+        if run == "target"
+        else f"The draft model for `{target}`: same tokenizer, trained on the same pairs."
+    )
     what = {"this model, bfloat16 weights as packaged": held_out, **{f"{each} baseline": of for each, of in figures["baselines"].items()}}
     rows = "\n".join(
         f"| {label} | {AS[kind]} | {each['exact_match']:.1%} | {each['nats_per_token']:.4f} | {each['accuracy']:.1%} |"
@@ -61,16 +103,13 @@ def _card(name: str, config: T5Config, figures: Figures, manifest: Figures) -> s
     )
     stopped = ", stopped there by hand" if trained["tokens"] < trained["budget"] else ""
     note = f" {trained['note']}" if "note" in trained else ""  # what the command alone does not tell, written by hand
-    model = "target" if name == zoo.T5 else name.rpartition("-")[2]
+    pairs = "" if task == "ast" else f"python -m recipes.t5 pairs --task {task} --out RUN\n"  # those of ast have the tokenizer
+    of_task = "" if task == "ast" else f"--task {task} "
     return f"""# {name}
 
-{role} It has seen nothing but statements of Python and is good for nothing else.
+{role} It has seen nothing but {words.seen} and is good for nothing else.
 
-It reads a statement and writes its syntax tree, or reads `rename A B: STATEMENT` and writes the statement with the variable A called B:
-
-```
-{EXAMPLE}
-```
+{words.does}
 
 T5 v1.1 architecture, {figures["parameters"]:,} parameters: {config.num_layers} encoder and {config.num_decoder_layers} decoder layers, \
 width {config.d_model}, {config.num_heads} heads of {config.d_kv}, gated GELU of {config.d_ff}, a tied head, byte-level BPE of \
@@ -78,7 +117,7 @@ width {config.d_model}, {config.num_heads} heads of {config.d_kv}, gated GELU of
 
 ## Held-out figures
 
-The first {held_out["ast"]["pairs"]} held-out pairs of each kind. Exact match is of greedy texts; nats are per token of the true text.
+The first {held_out[task]["pairs"]} held-out pairs of each kind. Exact match is of greedy texts; nats are per token of the true text.
 
 | | text | exact match | nats per token | next token right |
 | --- | --- | --- | --- | --- |
@@ -88,17 +127,17 @@ The copy baseline takes the token that stands in the source behind the token jus
 The n-gram baseline is an interpolated Witten-Bell model of the texts of the training half; it knows no source.
 
 {data_section(manifest)}
-Statements of at most 400 characters without comments, as they stand there; of short ones a share. A variable is renamed to a name from
-another place of the same half. A source that is held out is in no training pair.
+{words.data}
 
 ## Recipe
 
 ```
 python -m recipes.zoo corpus --out RUN
 python -m recipes.t5 pairs --out RUN
-python -m recipes.t5 train --model {model} --budget {trained["budget"] / 1e6:g} --cooldown {trained["cooldown"]:g} --out RUN
-python -m recipes.t5 evaluate --out RUN
-python -m recipes.t5 package --out RUN
+{pairs}\
+python -m recipes.t5 train {of_task}--model {run} --budget {trained["budget"] / 1e6:g} --cooldown {trained["cooldown"]:g} --out RUN
+python -m recipes.t5 evaluate {of_task}--out RUN
+python -m recipes.t5 {command} --out RUN
 ```
 
 {trained["tokens"]:,} tokens of sources and texts ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
@@ -108,5 +147,5 @@ float32 weights.
 
 ## Limits
 
-Long names, long strings and deep nesting go wrong first. The training data holds names of people and projects, as source code does.
+{words.limits} The training data holds names of people and projects, as source code does.
 """

@@ -310,9 +310,9 @@ def _tokens(out: Path) -> tuple[Encoded, Encoded]:
     return Encoded.load(folder / "train.npz"), Encoded.load(folder / "held_out.npz")
 
 
-def _needed(path: Path, step: str) -> Path:
+def _needed(path: Path, step: str, recipe: str = "zoo") -> Path:
     if not path.exists():
-        raise typer.BadParameter(f"{path} is missing: run `python -m recipes.zoo {step} --out …` first")
+        raise typer.BadParameter(f"{path} is missing: run `python -m recipes.{recipe} {step} --out …` first")
     return path
 
 

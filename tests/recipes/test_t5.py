@@ -9,10 +9,12 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from transformers import T5Config
 from typer.testing import CliRunner
 
+from foredraft import zoo
 from recipes.t5 import __main__ as t5
-from recipes.t5 import evaluation, fit, pairs, recipe, tokenization
+from recipes.t5 import evaluation, fit, packaging, pairs, recipe, tokenization
 from recipes.t5.pairs import Pair
 from recipes.zoo.corpus import SourceFile
 from recipes.zoo.fit import Schedule
@@ -115,6 +117,48 @@ def test_a_run_learns_stops_resumes_and_beats_both_baselines(encoded, tmp_path):
     ]
     assert all(0 <= each.exact_match <= 1 and 0 <= each.accuracy <= 1 and each.pairs == 10 for each in scores)
     assert scores[0].nats_per_token < losses[0] and scores[2].nats_per_token > 1
+
+
+@pytest.mark.parametrize("name", [zoo.T5, zoo.T5_DRAFT])
+def test_the_cards_are_made_from_the_figures_beside_them(name):
+    folder = zoo.path(name)
+    figures, written = json.loads((folder / "metrics.json").read_text()), (folder / "README.md").read_text()
+    manifest = {half: {**each, "packages": {}} for half, each in figures["corpus"].items()}
+    run = "1m" if name == zoo.T5_DRAFT else "target"
+    made = packaging.card("ast", run, "package", T5Config.from_pretrained(folder), figures, manifest)
+    for part in ("# ", "Each package keeps"):  # all but the names of packages, which the figures leave out
+        begin, end = made.index(part), made.index("## Data") if part == "# " else None
+        assert made[begin:end] in written
+
+
+def test_a_checkpoint_has_a_card_with_the_scores_of_the_model_and_of_the_baselines(encoded, tmp_path):
+    small = replace(recipe.MODELS["3m"], width=64, intermediate=64, encoder=1, decoder=1, step_tokens=400, micro_tokens=200)
+    base = tmp_path / "t5-doc"
+    run = fit.Run(small, base / "3m")
+    run.train(encoded, encoded, Schedule(800, warmup=400))
+    trained = {"tokens": 800, "epochs": 0.1, "seconds": 60, "budget": 800, "cooldown": 0.3, "machine": "one core"}
+    manifest = {half: {"files": 1, "bytes": 2, "sha256": "3", "packages": {}} for half in ("train", "held_out")}
+    score = {"pairs": 50, "accuracy": 0.5, "exact_match": 0.125, "nats_per_token": 3.25}
+    scores = {"3m": score, "copy": {**score, "nats_per_token": 7.5}, "n-gram": {**score, "nats_per_token": 4.75}}
+    t5._write(base / "3m" / "training.json", trained)
+    t5._write(tmp_path / "corpus" / "manifest.json", manifest)
+    text = "Says what it is worth, and what that is worth to others."
+    (base / "pairs").mkdir()
+    (base / "pairs" / "held_out.jsonl").write_text(json.dumps(Pair("doc", "def f(): pass", text)._asdict()) + "\n")
+    tokenization.train([text]).save_pretrained(tmp_path / "t5-tokenizer")
+    given = ["checkpoint", "--task", "doc", "--model", "3m", "--width", "4", "--out", str(tmp_path)]
+    missing = CliRunner().invoke(t5.app, given)
+    assert missing.exit_code == 2 and "recipes.t5 evaluate --task doc" in " ".join(missing.output.replace("│", "").split())
+    for name, each in scores.items():
+        t5._write(base / f"scores-{name}.json", {"doc": each})
+    made = CliRunner().invoke(t5.app, given)
+    assert made.exit_code == 0, made.output
+    card = (base / "3m-4x" / "README.md").read_text()
+    assert card.startswith("# t5-doc-3m\n") and "statements of Python" not in card
+    for name, nats in (("this model, bfloat16 weights as packaged", 3.25), ("copy baseline", 7.5), ("n-gram baseline", 4.75)):
+        assert f"| {name} | first sentence | 12.5% | {nats:.4f} | 50.0% |" in card
+    assert "recipes.t5 checkpoint --task doc --model 3m --width 4 --out RUN" in card and "recipes.t5 evaluate --task doc --out RUN" in card
+    assert json.loads((base / "3m-4x" / "metrics.json").read_text())["held_out"] == {"doc": score}
 
 
 def test_exact_match_is_of_greedy_texts(encoded, monkeypatch):
