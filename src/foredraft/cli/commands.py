@@ -364,7 +364,7 @@ def demo(
     million parameters; give it more --seconds.
     """
     given = {**locals(), "started": time.monotonic()}
-    check(Configuration(target, dtype=dtype, device=device), dict.fromkeys(drafters or (), {}))
+    check(Configuration(target, dtype=dtype, device=device), {each: {} for each in drafters or ()})
     with Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
         from foredraft.cli.demo import Demo, Setting, show
 
