@@ -70,6 +70,8 @@ _MOONSHINE = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": False,
 }
+_FSMT = {name: value for name, value in _BART.items() if name != "vocab_size"}
+_FSMT |= {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "langs": ["en", "de"]}
 
 
 def _t5gemma(implementation: str) -> Any:
@@ -135,6 +137,10 @@ FAMILIES = {
     "t5gemma": Family("T5GemmaForConditionalGeneration", {}, make=_t5gemma, implementations=EAGER),
     "bert2bert": Family("EncoderDecoderModel", {}, make=_pair("bert", "bert")),
     "bert2gpt2": Family("EncoderDecoderModel", {}, make=_pair("bert", "gpt2")),
+    "roberta2roberta": Family("EncoderDecoderModel", {}, make=_pair("roberta", "roberta")),
+    "bert2trocr": Family("EncoderDecoderModel", {}, make=_pair("bert", "trocr"), implementations=EAGER),
+    "bert2roformer": Family("EncoderDecoderModel", {}, make=_pair("bert", "roformer"), support="refused", implementations=EAGER),
+    "fsmt": Family("FSMTForConditionalGeneration", _FSMT, support="refused", implementations=EAGER),
     "whisper": Family("WhisperForConditionalGeneration", _WHISPER, reads="features"),
     "moonshine": Family("MoonshineForConditionalGeneration", _MOONSHINE, reads="samples"),
     "speech_to_text": Family("Speech2TextForConditionalGeneration", _S2T, support="refused", reads="features", implementations=EAGER),

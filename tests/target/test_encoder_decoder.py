@@ -42,7 +42,7 @@ NAMES = [name for name, family in FAMILIES.items() if family.support == "tree" a
 PADDED = [(name, side) for name in NAMES for side in ("left", "right")]
 SHAPED = [(name, shape) for name in NAMES for shape in SHAPES]
 MODELS = [(name, how) for name in NAMES for how in FAMILIES[name].implementations]
-ALWAYS = ("t5", "umt5", "bart", "m2m_100", "switch")  # the others run every night
+ALWAYS = ("t5", "umt5", "bart", "m2m_100", "switch", "roberta2roberta")  # the others run every night
 TURNS = {(name, FAMILIES[name].implementations[turn % len(FAMILIES[name].implementations)]) for turn, name in enumerate(ALWAYS)}
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.6}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.2, "seed": 5}
@@ -110,6 +110,16 @@ def test_tree_logits_are_those_of_the_paths(name):
         torch.testing.assert_close(logits[row, path], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["m2m_100", "roberta2roberta"])
+def test_padding_that_is_generated_has_the_position_of_padding(name):
+    model, given = build(name), sources(name)
+    options = {**OPTIONS, "suppress_tokens": sorted({*range(VOCABULARY)} - {PAD, 8})}
+    expected = model.generate(**given, **options)
+    assert (expected[:, 2:-1] == PAD).any()
+    for shape in SHAPES[:2]:
+        assert torch.equal(drafting(name, shape).generate(**given, **options).sequences, expected)
+
+
 # -- what the self-test finds -----------------------------------------------------------------------------------------------
 
 
@@ -120,6 +130,8 @@ def test_tree_logits_are_those_of_the_paths(name):
         ("umt5", "bias_from", lambda *given: nullcontext()),
         ("bart", "embedded_from", lambda *given: nullcontext()),
         ("m2m_100", "embedded_from", lambda *given: nullcontext()),
+        ("bert2trocr", "embedded_from", lambda *given: nullcontext()),
+        ("roberta2roberta", "first_position", lambda decoder: 0),
     ],
 )
 def test_positions_from_slots_are_found(name, what, fault, monkeypatch):
@@ -248,13 +260,13 @@ def test_rows_join_and_leave_with_their_sources():
     assert list(found.values()) == expected
 
 
-@pytest.mark.parametrize("name", ["whisper", "led"])
-def test_a_text_ends_where_the_positions_of_the_decoder_do(name):
-    """Their configurations have a name of their own for how many there are. Near the end, what is drafted for another row is filler."""
+@pytest.mark.parametrize(("name", "context"), [("whisper", CONTEXT), ("led", CONTEXT), ("roberta2roberta", CONTEXT - PAD - 1)])
+def test_a_text_ends_where_the_positions_of_the_decoder_do(name, context):
+    """Some configurations have a name of their own for how many there are. Near the end, what is drafted for another row is filler."""
     source, found = encoder_decoder.some_source(build(name), 9), []
     for speculator in (Speculator(build(name), "none"), drafting(name, SHAPES[1])):
         session, new = speculator.session(), {}
-        for length in (CONTEXT - 3, 3):
+        for length in (context - 3, 3):
             new[session.add([START, *texts((length,))[0]], RowParameters(max_new_tokens=6, source=source))] = []
         while session.live:
             for commit in session.step():
@@ -395,8 +407,9 @@ def test_the_source_of_a_padded_batch_is_not_its_prompt():
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.support == "refused"])
 def test_what_cannot_be_verified_is_refused_by_name(name):
-    with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[name].model}.*use model.generate"):
+    with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[name].model}.*use model.generate") as refused:
         Speculator(build(name), "none")
+    assert "self_test" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.kinds import UNMASKED_TOKENS
-from foredraft.models.positions import bias_from, embedded_from, masked_by
+from foredraft.models.positions import bias_from, embedded_from, first_position, masked_by
 from foredraft.models.source_runs import CrossKeys, Encoded, SourcedCache
 
 AUDIO = 8000  # samples of sound that a test reads
@@ -90,7 +90,9 @@ class Decoder:
         self.takes_positions = "decoder_position_ids" in parameters or "position_ids" in handed_on
         self._biased = [each for each in decoder.modules() if getattr(each, "has_relative_attention_bias", False)]
         self._decoder, self._routers = decoder, routers(decoder)
-        self._embedded = None if self.takes_positions else getattr(decoder, "embed_positions", None)
+        tables = [each.embed_positions for each in decoder.modules() if hasattr(each, "embed_positions")]  # TrOCR's lies deeper
+        self._embedded = tables[0] if tables and not self.takes_positions else None
+        self._first = first_position(decoder) if self.takes_positions else 0
         self._unmasked = [each.self_attn for each in decoder.layers] if decoder.config.model_type in UNMASKED_TOKENS else []
         self._additive = decoder.config._attn_implementation == "eager"
         self._output: type[Any] | None = None  # what the encoder returns
@@ -171,6 +173,9 @@ class Decoder:
         rows = cache.cross.rows
         arguments[self._cache_argument] = cache.both
         cache.both.is_updated = dict.fromkeys(range(len(rows[0].keys)), True)
+        if self._first:  # its table has a row for padding
+            behind = arguments["position_ids"] + self._first
+            arguments["position_ids"] = behind.where(input_ids != self._first - 1, self._first - 1)
         for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
             if ours in arguments:
                 arguments[theirs] = arguments.pop(ours)

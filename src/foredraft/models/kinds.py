@@ -13,6 +13,8 @@ UNMASKED_TOKENS = {"led"}  # decoders that drop the mask in a pass over one toke
 REFUSED_WITH_ENCODER = {  # encoder-decoder models, and why they cannot be verified
     "prophetnet": "predicts several tokens from streams of their own, whose positions are slots",
     "xlm-prophetnet": "predicts several tokens from streams of their own, whose positions are slots",
+    "fsmt": "takes no mask in a pass with a cache",
+    "roformer": "rotates its decoder's keys by cache slots",
     "speech_to_text": "reads features in a layout of its own",
     "t5gemma2": "attends to its source and its text in one attention",
 }

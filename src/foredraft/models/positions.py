@@ -71,6 +71,17 @@ def temperature_from(layers: Sequence[Any], positions: Tensor) -> Iterator[None]
         yield
 
 
+def counting_tokens(decoder: nn.Module) -> Any:
+    """What gives ``decoder`` positions of the tokens that are not ``padding_idx``, as in M2M-100 and RoBERTa; None in other decoders."""
+    return next((each for each in decoder.modules() if hasattr(each, "create_position_ids_from_input_ids")), None)
+
+
+def first_position(decoder: nn.Module) -> int:
+    """The position that ``decoder`` expects for the first token: 0, or in RoBERTa and its like that behind padding's."""
+    found = counting_tokens(decoder)
+    return int(found.padding_idx) + 1 if hasattr(found, "position_embeddings") else 0
+
+
 @contextmanager
 def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int) -> Iterator[None]:
     """For one pass, have attention ``layers`` bias scores by the distance from ``positions`` ``[R, N]`` of nodes to those of ``keys``

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, REFUSED_WITH_ENCODER, ROLLS_BACK, SLOT_POSITIONS
+from foredraft.models.positions import first_position
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 # how many positions a decoder has, in configurations; the last two are of Whisper and LED
@@ -55,7 +56,10 @@ class ModelFacts:
         config = model.config.get_text_config()
         vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
         sourced = bool(model.config.is_encoder_decoder)
-        return ModelFacts(model, input_device(model), vocab_size, *context_of(config), chains_only(model), sourced)
+        context, trained = context_of(config)
+        if sourced and context is not None:
+            context -= first_position(model.get_decoder())
+        return ModelFacts(model, input_device(model), vocab_size, context, trained, chains_only(model), sourced)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -98,10 +102,12 @@ def check_model(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     name = describe(model)
-    if model.config.is_encoder_decoder and (why := REFUSED_WITH_ENCODER.get(model.config.model_type)):
+    sourced = bool(model.config.is_encoder_decoder)
+    kinds_of_parts = (model.config.model_type, config.model_type)  # of an EncoderDecoderModel also that of its decoder
+    if sourced and (why := next((REFUSED_WITH_ENCODER[each] for each in kinds_of_parts if each in REFUSED_WITH_ENCODER), None)):
         raise UnsupportedModelError(f"{name} {why}; use model.generate")
     if model.get_output_embeddings() is None:
-        loader = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+        loader = "AutoModelForSeq2SeqLM" if sourced else "AutoModelForCausalLM"
         raise UnsupportedModelError(f"{name} has no language-modelling head; load it with {loader}")
     kinds = set(getattr(config, "layer_types", None) or ())
     recurrent = config.model_type in RECURRENT or getattr(model, "_is_stateful", False) or kinds - ROLLS_BACK
