@@ -22,7 +22,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError, notice
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
-from foredraft.models.encoder_decoder import check_source
+from foredraft.models.encoder_decoder import check_padding, check_source
 from foredraft.observer import Observer
 from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
@@ -150,6 +150,7 @@ class Session:
             )
         if parameters.source is not None:
             check_source(self.target.model, parameters.source)
+            check_padding(self.target.model, ids)
             self.drafter.check_source(parameters.source)
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")

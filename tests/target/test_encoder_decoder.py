@@ -412,6 +412,27 @@ def test_what_cannot_be_verified_is_refused_by_name(name):
     assert "self_test" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["bert2gpt2", "t5"])
+def test_a_decoder_that_keeps_a_state_is_refused_by_name(name, monkeypatch):
+    assert Target(build(name)).chains_only is None
+    for part in (build(name).get_decoder(), build(name)):
+        with monkeypatch.context() as planted:
+            planted.setattr(type(part), "_is_stateful", True)
+            with pytest.raises(UnsupportedModelError, match=f"{FAMILIES[name].model} .* keeps a recurrent state"):
+                Target(build(name))
+
+
+@pytest.mark.parametrize("name", ["m2m_100", "roberta2roberta"])
+def test_padding_inside_a_prompt_is_refused_where_it_has_no_position(name):
+    session, source = Speculator(build(name), "none").session(), Source.of([5, 6])
+    for text in ([START, 7, PAD, 9], [START, PAD, 9, PAD], [PAD, START]):
+        with pytest.raises(ConfigurationError, match=f"decoder_input_ids have the padding token {PAD}"):
+            session.add(text, RowParameters(max_new_tokens=3, source=source))
+    for text in ([START, 7, PAD], [PAD]):
+        begun = {"input_ids": torch.tensor([[5, 6]]), "decoder_input_ids": torch.tensor([text])}
+        assert torch.equal(drafting(name).generate(**begun, **OPTIONS).sequences, build(name).generate(**begun, **OPTIONS))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

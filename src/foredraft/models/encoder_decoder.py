@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache_names import cache_argument
 from foredraft.models.kinds import UNMASKED_TOKENS
-from foredraft.models.positions import bias_from, embedded_from, first_position, masked_by
+from foredraft.models.positions import bias_from, counting_tokens, embedded_from, first_position, masked_by
 from foredraft.models.source_runs import CrossKeys, Encoded, SourcedCache
 
 AUDIO = 8000  # samples of sound that a test reads
@@ -367,6 +367,15 @@ def check_source(model: Any, source: Source) -> None:
             raise ConfigurationError(f"a source of sound must be [1, bins, {frames}] features, got {list(given.shape)}; pad or cut it")
     elif given.ndim != 2 or len(given) != 1 or getattr(model, "_get_feat_extract_output_lengths", int)(given.shape[1]) < 1:
         raise ConfigurationError(f"a source of sound must be [1, samples], enough for one state, got {list(given.shape)}")
+
+
+def check_padding(model: Any, ids: Sequence[int]) -> None:
+    """Refuse padding inside a prompt of a decoder that gives it no position: text behind it would have other positions than in transformers."""
+    decoder = model.get_decoder()
+    padding = getattr(decoder.config, "pad_token_id", None)
+    others = [place for place, token in enumerate(ids) if token != padding]
+    if others and others[-1] >= len(others) and counting_tokens(decoder) is not None:
+        raise ConfigurationError(f"decoder_input_ids have the padding token {padding}, which has no position in this model; leave it out")
 
 
 def check_ids(model: Any, ids: Tensor) -> None:

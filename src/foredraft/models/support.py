@@ -110,7 +110,8 @@ def check_model(model: PreTrainedModel) -> None:
         loader = "AutoModelForSeq2SeqLM" if sourced else "AutoModelForCausalLM"
         raise UnsupportedModelError(f"{name} has no language-modelling head; load it with {loader}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    recurrent = config.model_type in RECURRENT or getattr(model, "_is_stateful", False) or kinds - ROLLS_BACK
+    parts = [model, model.get_decoder()] if sourced else [model]
+    recurrent = config.model_type in RECURRENT or any(getattr(each, "_is_stateful", False) for each in parts) or kinds - ROLLS_BACK
     if recurrent and config.model_type not in RECURRENT_IN_STEPS:
         odd = f" (layers: {', '.join(sorted(kinds - ROLLS_BACK))})" if kinds - ROLLS_BACK else ""
         raise UnsupportedModelError(f"{name} keeps a recurrent state{odd} that cannot roll back a rejected token; use model.generate")
