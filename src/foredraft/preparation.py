@@ -119,8 +119,9 @@ class Prepared:
         if output_logprobs is not None and own_generate(model):
             raise ConfigurationError(f"output_logprobs is not supported: the generate of {type(model).__name__} returns none")
         sourced = bool(model.config.is_encoder_decoder)
-        mask = model_kwargs.get("decoder_attention_mask" if sourced else "attention_mask")
-        prompts, paddings = unpad(input_ids, mask, start_of(model) if sourced else None)
+        masked = "decoder_attention_mask" if sourced else "attention_mask"
+        mask = model_kwargs.get(masked)
+        prompts, paddings = unpad(input_ids, mask, start_of(model) if sourced else None, name=masked)
         sources: list[Any] = [None] * len(prompts)
         if sourced and inputs_tensor is not None:
             sources = sources_of(model, inputs_tensor, len(prompts), model_kwargs)
@@ -352,9 +353,11 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0, 
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": token}
 
 
-def unpad(input_ids: Tensor, mask: Tensor | None, start: int | None = None) -> tuple[list[list[int]], list[list[int]]]:
+def unpad(
+    input_ids: Tensor, mask: Tensor | None, start: int | None = None, *, name: str = "attention_mask"
+) -> tuple[list[list[int]], list[list[int]]]:
     """Each row's ids without its padding, left or right; and its padding. Where no row begins with ``start``, transformers has put it in
-    front of all of them.
+    front of all of them. ``name`` is that of the mask.
 
     Raises:
         ConfigurationError: a row that is empty, or masked in its middle, or a mask of another shape.
@@ -363,7 +366,7 @@ def unpad(input_ids: Tensor, mask: Tensor | None, start: int | None = None) -> t
     if mask is None:
         return rows, [[] for _ in rows]
     if mask.shape != input_ids.shape:
-        raise ConfigurationError(f"attention_mask must have the shape of the prompts, {list(input_ids.shape)}, got {list(mask.shape)}")
+        raise ConfigurationError(f"{name} must have the shape of the prompts, {list(input_ids.shape)}, got {list(mask.shape)}")
     prompts, paddings = [], []
     for index, (row, keep) in enumerate(zip(rows, mask.bool().tolist())):
         if True not in keep:
@@ -375,9 +378,7 @@ def unpad(input_ids: Tensor, mask: Tensor | None, start: int | None = None) -> t
                 f"begins with it; begin each text with {start}, without a column that is padding in every row, or pad on the right"
             )
         if False in keep[first:last]:
-            raise ConfigurationError(
-                f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported"
-            )
+            raise ConfigurationError(f"row {index}: {name} leaves a hole inside the prompt; only padding at either end is supported")
         prompts.append(row[first:last])
         paddings.append(row[:first] + row[last:])
     return prompts, paddings

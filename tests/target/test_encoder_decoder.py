@@ -445,8 +445,14 @@ def test_padding_inside_a_prompt_is_refused_where_it_has_no_position(name):
         ({"input_ids": [[5, 6]], "decoder_input_ids": [[8, 9]], "decoder_attention_mask": [[0, 1]]}, f"begin each text with {START}"),
         (
             {"input_ids": [[5, 6]], "decoder_input_ids": [[START, 5, 8, 9]], "decoder_attention_mask": [[1, 1, 0, 1]]},
-            "leaves a hole inside the prompt",
+            "decoder_attention_mask leaves a hole inside the prompt",
         ),
+        (
+            {"input_ids": [[5, 6]], "decoder_input_ids": [[START, 5]], "decoder_attention_mask": [[1, 1, 1]]},
+            r"decoder_attention_mask must have the shape of the prompts, \[1, 2\], got \[1, 3\]",
+        ),
+        ({"input_ids": [[5, 6, 7]], "attention_mask": [[1, 1]]}, "attention_mask has 2 columns for 3 source tokens"),
+        ({"encoder_outputs": (torch.zeros(1, 9, 32),), "attention_mask": [[1, 1]]}, "attention_mask has 2 columns for 9 encoder states"),
         (
             {"input_features": torch.zeros(1, 8, 60)},
             "reads text, not sound: pass input_ids, token ids of its tokenizer, not input_features",
@@ -481,6 +487,8 @@ def features(*shape):
         ("bart", features(1, 8, 60), "reads input_ids, and the source has none"),
         ("bart", Source({}, torch.zeros(1, 5, 16)), r"must be \[1, S, 32\], got \[1, 5, 16\]"),
         ("bart", Source({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 3)}), r"attention_mask must be \[1, 4\]"),
+        ("bart", Source({"attention_mask": torch.ones(1, 4)}, torch.zeros(1, 5, 32)), "attention_mask has 4 columns for 5 encoder states"),
+        ("bart", Source({"attention_mask": torch.ones(5)}, torch.zeros(1, 5, 32)), r"the shape \[5\] for 5 encoder states"),
         ("bart", Source({}, torch.zeros(1, 5, 32)), "cannot read encoder_outputs"),
         ("whisper", features(1, 9, 60), r"\[B, 8, frames\]"),
         ("whisper", features(1, 8, 50), r"\[1, bins, 60\] features, got \[1, 8, 50\]; pad or cut it"),

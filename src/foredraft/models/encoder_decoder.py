@@ -317,7 +317,9 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
     states = None if outputs is None or not len(outputs) else outputs[0]
     seen = getattr(outputs, "attention_mask", None)  # which states are not padding, where the encoder says that itself
     known = states is None or bool((inputs != -100).all())  # transformers writes this where it got the encoder's output alone
-    mask = parts.get("attention_mask")
+    mask = parts.get("attention_mask") if name == "input_ids" else None  # that of sound counts frames, not states
+    if seen is None:
+        check_mask(mask, inputs, states)
     found: dict[Source, Source] = {}
     sources = []
     for row in range(rows):
@@ -326,7 +328,7 @@ def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) 
         if known:
             own[name] = inputs[row // copies : row // copies + 1]
             if name == "input_ids":
-                line = own[name][0] if mask is None else own[name][0][mask[row].bool()]
+                line = own[name][0] if mask is None or mask.shape[1] != inputs.shape[1] else own[name][0][mask[row].bool()]
                 ids = tuple(line.tolist())
         read = None if states is None else states[row : row + 1] if seen is None else states[row : row + 1, seen[row].bool()]
         source = Source(own, read, ids)
@@ -352,6 +354,7 @@ def check_source(model: Any, source: Source) -> None:
         width = getattr(encoder.config, "hidden_size", source.states.shape[-1])
         if source.states.ndim != 3 or source.states.shape[0] != 1 or not source.states.shape[1] or source.states.shape[2] != width:
             raise ConfigurationError(f"the states of a source must be [1, S, {width}], got {list(source.states.shape)}")
+        check_mask(mask if name == "input_ids" else None, given, source.states)
     elif given is None:
         raise ConfigurationError(f"the encoder of {type(model).__name__} reads {name}, and the source has none")
     elif name == "input_ids":
@@ -367,6 +370,14 @@ def check_source(model: Any, source: Source) -> None:
             raise ConfigurationError(f"a source of sound must be [1, bins, {frames}] features, got {list(given.shape)}; pad or cut it")
     elif given.ndim != 2 or len(given) != 1 or getattr(model, "_get_feat_extract_output_lengths", int)(given.shape[1]) < 1:
         raise ConfigurationError(f"a source of sound must be [1, samples], enough for one state, got {list(given.shape)}")
+
+
+def check_mask(mask: Tensor | None, ids: Tensor | None, states: Tensor | None) -> None:
+    """Refuse a ``mask`` that is not ``[n, S]`` for the ``states`` ``[n, S, d]``, or for the ``ids`` ``[n, S]`` if there are no states."""
+    counted, kind = (ids, "source tokens") if states is None else (states, "encoder states")
+    if mask is not None and counted is not None and mask.shape[1:] != counted.shape[1:2]:
+        columns = f"{mask.shape[1]} columns" if mask.ndim == 2 else f"the shape {list(mask.shape)}"
+        raise ConfigurationError(f"attention_mask has {columns} for {counted.shape[1]} {kind}; give one column for each of them")
 
 
 def check_padding(model: Any, ids: Sequence[int]) -> None:
