@@ -27,10 +27,12 @@ from typer.testing import CliRunner
 import foredraft
 from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError, preparation
 from foredraft.backends.packing import PackedForward
+from foredraft.backends.self_test import sources_of_test
 from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import encoder_decoder
 from foredraft.models.source_runs import SourcedCache
+from foredraft.models.support import ModelFacts
 from foredraft.planning.costs import CostModel, measure
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
@@ -145,10 +147,14 @@ def test_the_cross_keys_of_another_row_are_found(monkeypatch):
     assert "differed from a plain pass" in Target(build("t5")).chains_only
 
 
-def test_padding_of_a_source_that_is_seen_is_found(monkeypatch):
+@pytest.mark.parametrize("name", nightly_but({("bart",), ("moonshine",)}, [(name,) for name in NAMES]))
+def test_padding_of_a_source_that_is_seen_is_found(name, monkeypatch):
+    facts = ModelFacts.of(build(name))
+    short, long = encoder_decoder.Decoder(facts.model, facts.context).encode(sources_of_test(facts)).values()
+    assert len(short) + 2 <= len(long)
     monkeypatch.setattr(encoder_decoder.Decoder, "_mask", lambda self, *given: None)
     with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
-        Target(build("bart"))
+        Target(build(name))
 
 
 def test_experts_take_drafted_tokens_as_plain_decoding_does(monkeypatch):

@@ -28,7 +28,7 @@ from foredraft.models.kinds import UNMASKED_TOKENS
 from foredraft.models.positions import bias_from, counting_tokens, embedded_from, first_position, masked_by
 from foredraft.models.source_runs import CrossKeys, Encoded, SourcedCache
 
-AUDIO = 8000  # samples of sound that a test reads
+AUDIO, LONGER = 8000, 1024  # samples of sound that a test reads: at least, and for each token of a text of that length
 ENDLESS = 1 << 30  # tokens
 READ = ("input_ids", "input_features", "input_values")  # what encoders may read
 
@@ -381,7 +381,8 @@ def check_mask(mask: Tensor | None, ids: Tensor | None, states: Tensor | None) -
 
 
 def check_padding(model: Any, ids: Sequence[int]) -> None:
-    """Refuse padding inside a prompt of a decoder that gives it no position: text behind it would have other positions than in transformers."""
+    """Refuse padding inside a prompt of a decoder that gives it no position: what follows would have other positions than in
+    transformers."""
     decoder = model.get_decoder()
     padding = getattr(decoder.config, "pad_token_id", None)
     others = [place for place, token in enumerate(ids) if token != padding]
@@ -535,7 +536,7 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
         frames = 2 * getattr(model.config, "max_source_positions", length)
         return Source({name: torch.randn(1, model.config.num_mel_bins, frames, generator=generator, device="cpu").to(model.dtype)})
     if name == "input_values":
-        samples = AUDIO + 64 * length
+        samples = AUDIO + LONGER * length
         mask = torch.ones(1, samples, dtype=torch.long)
         return Source({name: torch.randn(1, samples, generator=generator, device="cpu").to(model.dtype), "attention_mask": mask})
     raise UnsupportedModelError(f"{type(model).__name__} reads {name}, which is not supported; use model.generate")
