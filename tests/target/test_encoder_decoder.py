@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import time
 from contextlib import nullcontext
 from functools import cache
 
@@ -29,7 +30,9 @@ from foredraft import ConfigurationError, RowParameters, Source, Speculator, Uns
 from foredraft.backends.packing import PackedForward
 from foredraft.backends.self_test import sources_of_test
 from foredraft.cli import app
+from foredraft.drafters.datastore import Datastore
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.rest import Rest
 from foredraft.models import encoder_decoder
 from foredraft.models.source_runs import SourcedCache
 from foredraft.models.support import ModelFacts
@@ -39,7 +42,7 @@ from foredraft.target import Target
 
 NEW = 14
 SHAPES = ("chain(4)", "product(2,2)", "dynamic(depth=4,k=3,total=8)")
-DRAFTERS = [(name,) for name in ("prompt-lookup", "lookahead", "suffix", "ngram", "token-recycling", "several:prompt-lookup,ngram")]
+DRAFTERS = [(name,) for name in ("prompt-lookup", "lookahead", "rest", "suffix", "ngram", "token-recycling", "several:prompt-lookup,ngram")]
 NAMES = [name for name, family in FAMILIES.items() if family.support == "tree" and family.reads != "features"]
 PADDED = [(name, side) for name in NAMES for side in ("left", "right")]
 SHAPED = [(name, shape) for name in NAMES for shape in SHAPES]
@@ -90,11 +93,31 @@ def test_the_text_of_a_seed_is_that_of_plain_decoding(name, shape):
     assert torch.equal(drafting(name, shape).generate(**given, **SAMPLED).sequences, expected)
 
 
-@pytest.mark.parametrize("drafter", nightly_but({("prompt-lookup",), ("lookahead",)}, DRAFTERS))
+@pytest.mark.parametrize("drafter", nightly_but({("prompt-lookup",), ("lookahead",), ("rest",)}, DRAFTERS))
 def test_every_drafter_leaves_the_text_of_a_seed_alone(drafter):
     model, given = build("t5"), sources("t5")
     expected = Speculator(model, "none").generate(**given, **SAMPLED).sequences
-    assert torch.equal(Speculator(model, drafter, shape="chain(4)").generate(**given, **SAMPLED).sequences, expected)
+    seen = Datastore.build([[*text[:7], *text[:7]] for text in expected.tolist()], vocab_size=VOCABULARY)  # right, and then wrong
+    output = Speculator(model, Rest(seen) if drafter == "rest" else drafter, shape="chain(4)").generate(**given, **SAMPLED)
+    assert torch.equal(output.sequences, expected) and output.stats.drafted > 0
+    assert drafter != "rest" or 0 < output.stats.accepted < output.stats.drafted
+
+
+@pytest.mark.parametrize("name", nightly_but({(name,) for name in ALWAYS}, [(name,) for name in NAMES]))
+def test_greedy_text_of_states_that_are_given(name):
+    model, given = build(name), sources(name)
+    states = {"encoder_outputs": model.get_encoder()(**given, return_dict=True), "attention_mask": given["attention_mask"]}
+    expected = model.generate(**states, **OPTIONS)
+    assert torch.equal(drafting(name).generate(**{**given, **states}, **OPTIONS).sequences, expected)
+    assert torch.equal(Speculator(model, "ngram", shape=SHAPES[1]).generate(**states, **OPTIONS).sequences, expected)
+
+
+@pytest.mark.parametrize("name", nightly_but({("t5",), ("m2m_100",)}, [(name,) for name in NAMES]))
+def test_prompts_without_the_start_token_get_it(name):
+    given = {**rows_of(sources(name), 0, 1), "decoder_input_ids": torch.tensor([[8, 9, 10], [7, 7, 7]])}
+    expected = build(name).generate(**given, **OPTIONS)
+    assert expected[:, :4].tolist() == [[START, 8, 9, 10], [START, 7, 7, 7]]
+    assert torch.equal(drafting(name).generate(**given, **OPTIONS).sequences, expected)
 
 
 @pytest.mark.parametrize("name", ["t5", "m2m_100"])
@@ -591,6 +614,14 @@ def test_a_draft_reads_the_states_of_the_targets_encoder():
         Speculator(model, DraftModel(narrow, encoder="target"))
     with pytest.raises(ConfigurationError, match="unknown encoder 'targets'"):
         DraftModel(draft, encoder="targets")
+
+
+def test_what_the_encoder_of_a_draft_takes_counts_as_draft_seconds():
+    model, draft = build("bart"), copy.deepcopy(perturbed("bart"))
+    speculator = Speculator(model, DraftModel(draft, encoder="own"), shape="chain(3)")
+    draft.get_encoder().register_forward_hook(lambda *given: time.sleep(0.5))
+    seconds = speculator.generate(**rows_of(sources("bart"), 0), max_new_tokens=4, do_sample=False).stats.seconds
+    assert seconds["draft"] >= 0.5
 
 
 @pytest.mark.parametrize("execution", ["eager", "packed"])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache_names import cache_argument
@@ -75,6 +76,15 @@ class Source:
         return replace(self, states=None)
 
 
+@dataclass
+class EncoderOutput(BaseModelOutput):
+    """What decoders read of their encoder's output: Moonshine's also the mask of the states, and those with experts the (absent) logits of
+    the encoder's routers."""
+
+    attention_mask: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+
+
 class Decoder:
     """Calls an encoder–decoder model as if it was a decoder-only one; and calls its encoder.
 
@@ -95,7 +105,6 @@ class Decoder:
         self._first = first_position(decoder) if self.takes_positions else 0
         self._unmasked = [each.self_attn for each in decoder.layers] if decoder.config.model_type in UNMASKED_TOKENS else []
         self._additive = decoder.config._attn_implementation == "eager"
-        self._output: type[Any] | None = None  # what the encoder returns
 
     # -- the encoder ----------------------------------------------------------------------------------------------------
 
@@ -146,8 +155,7 @@ class Decoder:
                 raise ConfigurationError(
                     f"the encoder of {type(self.model).__name__} cannot read the source: {first_line(error)}"
                 ) from error
-            states, self._output = output.last_hidden_state, type(output)
-            mask = getattr(output, "attention_mask", mask)
+            states, mask = output.last_hidden_state, getattr(output, "attention_mask", mask)
         if mask is None or mask.shape != states.shape[:2]:
             return states, [None] * len(states)
         return states, list(mask.bool())
@@ -203,10 +211,7 @@ class Decoder:
             for line, row in zip(states, rows):
                 line[: len(row.states)] = row.states
         mask = None if min(lengths) == longest else self._mask(lengths, tokens, like.dtype)
-        output: dict[str, Any] = {"last_hidden_state": states}
-        if self._output is not None and "attention_mask" in self._output.__dataclass_fields__:
-            output["attention_mask"] = mask
-        return {"encoder_outputs": (self._output or _plain_output())(**output), "attention_mask": mask}
+        return {"encoder_outputs": EncoderOutput(states, attention_mask=mask), "attention_mask": mask}
 
     def _mask(self, lengths: Sequence[int], tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """``[R, 1, N, S]`` mask of the states that each row sees."""
@@ -263,12 +268,6 @@ def uncounted(decoder: torch.nn.Module, prompts: Sequence[int] | None = None, po
             router.expert_capacity = capacity
 
 
-def _plain_output() -> type[Any]:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput
-
-
 def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
@@ -295,7 +294,7 @@ def without_encoding(model: Any, inputs: Any, arguments: Mapping[str, Any]) -> d
     name = model.main_input_name
     if inputs is None and arguments.get(name) is None:
         raise ConfigurationError(f"{type(model).__name__} has an encoder, and there is nothing for it to read: pass {name}=")
-    return {**arguments, "encoder_outputs": _plain_output()()}
+    return {**arguments, "encoder_outputs": EncoderOutput()}
 
 
 def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) -> list[Source]:
