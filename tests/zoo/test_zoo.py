@@ -225,4 +225,4 @@ def test_without_the_distribution_one_line_says_how_to_get_it(arguments, monkeyp
     assert result.exit_code == 2 and not result.stdout
     how = "pip install 'foredraft[zoo]', or ./zoo in a checkout"
     assert result.stderr == f"error: the embedded models (zoo:NAME) are not installed: {how}\n"
-    check(Configuration(str(tmp_path), dtype="float32"), ["suffix"])  # who has a model of his own needs none of them
+    check(Configuration(str(tmp_path), dtype="float32"), {"suffix": {}})  # who has a model of his own needs none of them

@@ -94,8 +94,11 @@ class PagedAttention:
         self._library, self._dtype = native.library(model.dtype), model.dtype
         self._about, self._layer = native.Pass(), native.Layer()
         self._window: Window | None = None  # of `_about`
+        self._heads = self._size = 0  # how many queries' heads, and of what size, its scratch is for
         self._held: Any = None  # keeps alive what it refers to
         self._scratch = torch.empty(0)
+        self._nothing = torch.full((), torch.nan, dtype=model.dtype, device="cpu")
+        self._placed, self._pointers = -1, (0, 0)  # the layer that `_about` describes, and where its keys and values begin
         self._cache: PagedCache | None = None
         self._written: dict[int, tuple[Tensor, Tensor, int, Tensor, Tensor]] = {}  # by the id of the keys that layers were given
 
@@ -131,15 +134,15 @@ class PagedAttention:
         if {keys.dtype, values.dtype} != {self._dtype} or keys.shape != values.shape:
             raise NotImplementedError(f"a layer caches keys and values that are no {self._dtype}, or of unequal sizes")
         self.writes += 1
-        about, layer = self._pass(self._cache.window, keys.shape[3]), self._cache.layers[layer_idx]
-        offset = self._cache.place(about, layer_idx)
-        for new, store in ((keys, layer.keys), (values, layer.values)):
-            new = new if new.stride(3) == 1 else new.contiguous()
-            goal = store.data_ptr() + offset * store.itemsize
-            self._library.write_over(about, new.data_ptr(), *new.stride()[:3], *new.shape[1::2], goal)
-        given = [each.new_full((), torch.nan).expand(*each.shape[:2], int(about.width), each.shape[3]) for each in (keys, values)]
-        self._written[id(given[0])] = given[0], given[1], layer_idx, keys, values
-        return given[0], given[1]
+        rows, heads, _, size = keys.shape
+        about = self._pass(self._cache.window, size)
+        keys, values = (each if each.stride(3) == 1 else each.contiguous() for each in (keys, values))
+        to_keys, to_values = self._stores(about, layer_idx)
+        from_keys, from_values = ((each.data_ptr(), *each.stride()[:3]) for each in (keys, values))
+        self._library.write_over(about, heads, size, *from_keys, to_keys, *from_values, to_values)
+        given = self._nothing.expand(rows, heads, about.width, size), self._nothing.expand(rows, heads, about.width, size)
+        self._written[id(given[0])] = *given, layer_idx, keys, values
+        return given
 
     def attended(
         self,
@@ -168,12 +171,14 @@ class PagedAttention:
         if (rows, nodes, size) != (len(key), found[3].shape[2], key.shape[3]) or heads % key.shape[1] or query.dtype != self._dtype:
             raise NotImplementedError("a layer's queries are not those of the tokens whose keys it has cached")
         about = self._pass(self._cache.window, size)
+        stores = self._stores(about, layer_idx)
         if mask is not None and not (fits(mask) and mask.shape[0] in (1, rows) and mask.shape[2:] == (nodes, about.width)):
             raise NotImplementedError("a mask is no mask of bools, or not the same for every head")
         self.calls += 1
-        offset = self._cache.place(about, layer_idx)
         layer.heads, layer.key_heads, layer.size = heads, key.shape[1], size
-        native.make_room_for_segments(about, layer, rows * nodes, int(about.width))
+        if heads != self._heads:
+            native.make_room_for_segments(about, layer, rows * nodes, int(about.width))
+            self._heads = heads
         layer.scaling, layer.cap = size**-0.5 if scaling is None else scaling, softcap or 0.0
         apart = None if sinks is None else sinks.detach().float().contiguous()
         layer.sinks = None if apart is None else apart.data_ptr()
@@ -182,20 +187,29 @@ class PagedAttention:
         asked = query.transpose(1, 2).contiguous()
         out = query.new_empty(rows, nodes, heads, size)
         about.projected, about.attended = asked.data_ptr(), out.data_ptr()
-        held = self._cache.layers[layer_idx]
-        stores = [each.data_ptr() + offset * each.itemsize for each in (held.keys, held.values)]
         self._library.attend_over(layer, about, None if mask is None else mask.data_ptr(), *stores)
         return out
+
+    def _stores(self, about: native.Pass, layer_idx: int) -> tuple[int, int]:
+        """Where the keys and the values of a layer begin, which ``about`` then describes."""
+        if layer_idx != self._placed:
+            assert self._cache is not None
+            layer, offset = self._cache.layers[layer_idx], self._cache.place(about, layer_idx) * self._dtype.itemsize
+            self._placed, self._pointers = layer_idx, (layer.keys.data_ptr() + offset, layer.values.data_ptr() + offset)
+        return self._pointers
 
     def _pass(self, window: Any, size: int) -> native.Pass:
         """About ``window``, with scratch for heads of ``size``."""
         about = self._about
+        if window is self._window and size == self._size:
+            return about
         if window is not self._window:
             places = Places(window, ragged=False)
             about.threads, about.rows, about.tokens = torch.get_num_threads(), window.rows, places.count
             about.nodes, about.width = window.nodes, window.width
-            self._held, self._window = (places.begins, places.rows, places.slots), window
+            self._held, self._window, self._placed = (places.begins, places.rows, places.slots), window, -1
             about.begins, about.row_of, about.slots = (each.data_ptr() for each in self._held)
+        self._heads, self._size = 0, size
         needed = int(about.threads) * native.scratch(size)
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed, dtype=torch.float32)

@@ -383,15 +383,17 @@ void attend_over(const Layer *l, const Pass *p, const uint8_t *mask, const value
     together(p->threads, do_attention, &(Attention){l, p, asked});
 }
 
-/* Copy vectors [rows, heads, nodes, size] with these strides into their tokens' slots of a cache in pages */
-void write_over(const Pass *p, const value *from, int64_t row_step, int64_t head_step, int64_t step, int heads, int size, value *to) {
+/* Copy keys and values [rows, heads, nodes, size], each with its strides (from row to row, head to head, node to node), into their tokens' slots of
+ * a cache in pages */
+void write_over(const Pass *p, int heads, int size, const value *keys, int64_t key_row, int64_t key_head, int64_t key_node, value *to_keys,
+                const value *values, int64_t value_row, int64_t value_head, int64_t value_node, value *to_values) {
     for (int t = 0; t < p->tokens; t++) {
-        const int row = p->row_of[t], slot = p->slots[t] % KEYS;
-        const value *vector = from + row * row_step + (t - p->begins[row]) * step;
+        const int row = p->row_of[t], node = t - p->begins[row], slot = p->slots[t] % KEYS;
         if (spared(p, row, p->slots[t])) continue;
         for (int h = 0; h < heads; h++) {
             const size_t place = block(p, p->table, p->row_stride, p->head_stride, row, h, p->slots[t] - slot, size) + (size_t)slot * size;
-            __builtin_memcpy(to + place, vector + h * head_step, size * sizeof(value));
+            __builtin_memcpy(to_keys + place, keys + row * key_row + h * key_head + node * key_node, size * sizeof(value));
+            __builtin_memcpy(to_values + place, values + row * value_row + h * value_head + node * value_node, size * sizeof(value));
         }
     }
 }
