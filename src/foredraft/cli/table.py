@@ -131,9 +131,8 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> Iterato
     tokenizer = load_tokenizer(contest.target)
     tasks = setting.tasks or {"built-in": default_prompts(contest.target)}
     rows = {name: [encode(tokenizer, each, contest.target) for each in prompts] for name, prompts in tasks.items()}
-    drafters = {
-        name: make_drafter(name, own, tokenizer) for name, own in contest.options.items()
-    }  # unknown names before any weights are read
+    # unknown names before any weights are read
+    drafters = {name: make_drafter(name, own, tokenizer) for name, own in contest.options.items()}
     drafters[BIGRAM] = make_drafter("ngram", {"order": 2}, tokenizer)
     plain = load_speculator(contest.plain, tokenizer, reuse_prefix=False)
     longest = max(setting.gammas)

@@ -338,21 +338,8 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
     kernels.attend_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer]
-    kernels.write_over.argtypes = [
-        ctypes.POINTER(Pass),
-        number,
-        number,
-        pointer,
-        size,
-        size,
-        size,
-        pointer,
-        pointer,
-        size,
-        size,
-        size,
-        pointer,
-    ]
+    copied: list[Any] = [pointer, size, size, size, pointer]
+    kernels.write_over.argtypes = [ctypes.POINTER(Pass), number, number, *copied, *copied]
     held: list[Any] = [several, several, size, ctypes.POINTER(Norm), ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
     kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]

@@ -65,8 +65,8 @@ typedef struct {
     double logit_scale, logit_cap;             /* factor and cap of the logits, the latter as Layer.cap; 0: none */
 } Growth;
 
-/* How tokens are sampled: token i of a chain, or those at depth i of a tree, from line i of q, which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token
- * x follows from hashes[x] and words[i]. */
+/* How tokens are sampled: token i of a chain, or those at depth i of a tree, from line i of q, which is softmax(logits / temperature) truncated
+ * by top_k, top_p and min_p. The noise of token x follows from hashes[x] and words[i]. */
 typedef struct {
     const uint64_t *words;
     const int32_t *hashes; /* [columns] */
