@@ -7,6 +7,7 @@ no time is left for is reported as not run. A stage that fails is reported as fa
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import operator
@@ -35,7 +36,7 @@ RESERVE = 30  # seconds that a stage needs to be begun at all
 TESTS = 8 * 60  # seconds for the tests at most
 WORKERS = 12
 SIZES = {"0.3B": (1024, 24, 512), "6.5B": (4096, 32, 2048)}  # width and layers that python-8m is inflated to, and python-1m's width
-NEW, PROMPTS, WARM_UPS, REPEATS = 64, 2, 2, 3
+NEW, PROMPTS, WARM_UPS, REPEATS = 64, 2, 4, 3
 THEIRS = "transformers"
 ASSISTED = "transformers, assistant"
 SAMPLED = "draft model, temperature 1"
@@ -43,16 +44,18 @@ DRAFTED = {"drafter": "draft"}
 METHODS: dict[str, dict[str, Any]] = {  # what a Speculator is given; a drafter called draft is the draft model
     "plain, eager": {"drafter": "none", "execution": "eager"},
     "plain": {"drafter": "none"},
+    "plain, compiled": {"drafter": "none", "execution": "compiled"},
     "prompt-lookup": {"drafter": "prompt-lookup"},
     "draft model": DRAFTED,
     "draft model, chain(5)": {**DRAFTED, "shape": "chain(5)"},
+    "draft model, chain(5), compiled": {**DRAFTED, "shape": "chain(5)", "execution": "compiled"},
     "draft model, product(2,2,1)": {**DRAFTED, "shape": "product(2,2,1)"},
     "draft model, chain(5), pages": {**DRAFTED, "shape": "chain(5)", "cache_memory": "4GiB"},
     SAMPLED: DRAFTED,
 }
 PLAN: dict[str, dict[int, Sequence[str]]] = {  # rows and methods; transformers' are always there. One row has all that others have
     "0.3B": {1: list(METHODS), 4: ["plain", "draft model"]},
-    "6.5B": {1: ["plain", "draft model", "draft model, chain(5)", SAMPLED]},
+    "6.5B": {1: ["plain", "plain, compiled", "draft model", "draft model, chain(5)", "draft model, chain(5), compiled", SAMPLED]},
 }
 
 Stage = Callable[[float], dict[str, Any]]  # seconds left -> report; "ok" says whether it passed
@@ -177,8 +180,13 @@ def theirs(model: Any, assistant: Any = None) -> Call:
 
 
 def method(name: str, target: Any, draft: Any) -> Speculator:
-    how = METHODS[name]
-    return Speculator(target, reuse_prefix=False, **{**how, "drafter": DraftModel(draft) if how["drafter"] == "draft" else how["drafter"]})
+    how = dict(METHODS[name])
+    compiled = {"execution": how["execution"]} if how.get("execution") == "compiled" else {}
+    if compiled:  # the layers of other methods stay as they are
+        target, draft = copy.deepcopy(target), copy.deepcopy(draft)
+    if how["drafter"] == "draft":
+        how["drafter"] = DraftModel(draft, **compiled)
+    return Speculator(target, reuse_prefix=False, **how)
 
 
 def ours(speculator: Speculator, **sampling: Any) -> Call:

@@ -224,9 +224,9 @@ def test_a_damaged_file_is_refused(tmp_path, change, message):
         checkpoints.load(tmp_path, tiny())
 
 
-def mute():
+def mute(model=None):
     """A head that says nothing of its own."""
-    head = MedusaHead.for_target(tiny())
+    head = MedusaHead.for_target(model or tiny())
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.zero_()
@@ -247,6 +247,21 @@ def test_the_weights_are_those_that_make_texts_likeliest():
     never = next(token for token in range(vocabulary) if not any(token in row for row in answered))
     head.log_odds = NgramLogOdds.count([[token, never] for token in range(vocabulary)] * 8, vocabulary, heads=4)  # a lie
     assert set(weigh_log_odds(head, model, answered).weights) == {0.0}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
+def test_on_a_gpu_weights_and_guesses_are_those_of_the_cpu():
+    model, rows = tiny(), repetitive()
+    answered = [row + alone(model, row, max_new_tokens=30) for row in rows]
+    found = []
+    for device in ("cpu", "cuda"):
+        there = clone(model).to(device)
+        head = with_log_odds(mute(there))
+        head.log_odds = weigh_log_odds(head, there, answered)
+        accuracies = calibrate(head, there, answered, cost=lambda count: 1.0).accuracies
+        found.append((head.log_odds.weights, accuracies))
+    assert found[0] == found[1]
 
 
 def test_calibration_asks_for_what_is_drafted():

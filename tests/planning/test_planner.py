@@ -23,7 +23,7 @@ from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.planning import AutomaticPlanner, Round, search
 from foredraft.planning import costs as costs_module
 from foredraft.planning.acceptance import Acceptance, expected
-from foredraft.planning.costs import CostModel, Measurement, measure
+from foredraft.planning.costs import PROMPT, CostModel, Measurement, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
 from foredraft.planning.largest import largest_fitting, largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
@@ -358,6 +358,25 @@ def test_a_measured_draft_model_and_its_target_are_left_as_they_were():
     assert target.lengths == [] and drafter.model.lengths == []
     assert costs.level.points[2].keys() >= {1} and costs.fixed[2] >= 0 and costs.catch_up[2] >= 0
     assert all(seconds > 0 for seconds in costs.target.points[2].values())
+
+
+def test_what_reading_a_token_takes_is_measured_on_many(monkeypatch):
+    """Where launches take the time, as on a GPU, sixteen tokens take as long as a hundred, and a draft would seem too dear to be tried."""
+    clock, costs = Clock(), CostModel()
+    target, drafter = Target(tiny()), make_drafter("draft-model")
+    drafter.bind(target)
+    for each in (target, drafter.model):
+        forward = each.backend.forward
+
+        def timed(given, forward=forward):
+            clock.now += 1e-3 if given.tokens.shape[1] < PROMPT - 1 else 4e-3
+            return forward(given)
+
+        monkeypatch.setattr(each.backend, "forward", timed)
+    measure(costs, target, drafter, largest=largest_shape(branches=False), clock=clock)
+    drafter.end(())
+    assert costs.draft_seconds(1, (1,)) == pytest.approx(1e-3)
+    assert 0 < costs.catching_up(1, 100) <= 4e-3
 
 
 @torch.inference_mode()

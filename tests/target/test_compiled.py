@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch._inductor.config
 from architectures import ARCHITECTURES, build
-from helpers import alone, clone, generate, perturbed, repetitive, tiny
+from helpers import alone, clone, generate, padded, perturbed, repetitive, tiny
 from torch._dynamo.utils import counters
 from tracing import trace
 
 from foredraft import ConfigurationError, Speculator, TokenTree
-from foredraft.backends import compilation
+from foredraft.backends import compilation, recorder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 
@@ -132,6 +132,55 @@ def test_text_is_the_same_with_a_compiled_draft(shape, traced):
     assert not any("forward" in vars(module) for model in (target, draft) for module in model.modules())
 
 
+class Again:
+    """Stands in for a :class:`foredraft.backends.recorder.CudaRecorder`, and runs a recorded function again, in Python."""
+
+    def capture(self, run):
+        outputs = run()
+
+        def replay():
+            for goal, found in zip(outputs, run()):
+                goal.copy_(found)
+
+        return replay, outputs
+
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize("memory", ["auto", "4MiB"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
+@torch.inference_mode()
+def test_recorded_passes_are_those_of_compiled_layers(family, memory, traced, monkeypatch):
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Again())
+    target = Target(of(family), execution="compiled", cache_memory=memory)
+    assert target.execution == "compiled" and "graphs" not in target.reasons and bool(target.pools) == (memory != "auto")
+    before, ran, overrides = counters["stats"]["unique_graphs"], [], target.backend.overrides
+    monkeypatch.setattr(overrides, "run", lambda kind, run=overrides.run: ran.append(kind) or run(kind))
+    texts = [[3 + (7 * i + row) % 50 for i in range(length)] for row, length in enumerate((20, 13))]
+    plain = Target(of(family), execution="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (1, 2):
+            for each in (target, plain):
+                each.open(texts[:rows])
+            found = [[each.prefill(texts[:rows], first=0) for each in (target, plain)]]
+            for turn in range(6):
+                for parents in ((-1,), (-1, 0, 0, 1)):
+                    tokens = (torch.arange(len(parents)) + turn).expand(rows, -1) % 50
+                    tree, ran[:] = TokenTree(tokens, torch.tensor([list(parents)] * rows)), []
+                    found.append([each.score(tree) for each in (target, plain)])
+                    assert ran
+                for each in (target, plain):
+                    each.commit(None, [1] * rows)
+            assert_close(*zip(*found))
+            for each in (target, plain):
+                each.reset()
+    assert target.backend.recordings.refused is None and target.backend.recordings.replays
+    assert counters["stats"]["unique_graphs"] == before
+    target.close()
+    assert not any("forward" in vars(module) for module in target.model.modules())
+
+
 def test_what_can_not_be_compiled_says_why(traced):
     for family, why in (("gpt_neo", "keeps a cache of its own"), ("llama4_text", "temperature"), ("gemma3n_text", "take the cache")):
         with pytest.raises(ConfigurationError, match=rf"cannot be compiled: .*{why}.*use execution='auto'"):
@@ -154,6 +203,22 @@ def test_without_a_compiler():
         pytest.raises(ConfigurationError, match=r"cannot be compiled: torch\.compile needs a C\+\+ compiler.*use execution='auto'"),
     ):
         Target(clone(tiny()), execution="compiled")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
+@torch.inference_mode()
+def test_on_a_gpu_recordings_are_of_compiled_layers():
+    torch._dynamo.reset()
+    model, draft = clone(tiny()).cuda(), clone(perturbed()).cuda()
+    batch = {name: each.cuda() for name, each in padded(ROWS).items()}
+    expected = Speculator(model, "none").generate(**batch, max_new_tokens=40, pad_token_id=0, do_sample=False).sequences
+    speculator = Speculator(model, DraftModel(draft, execution="compiled"), shape="product(2,1,1)", execution="compiled")
+    output = speculator.generate(**batch, max_new_tokens=40, pad_token_id=0, do_sample=False)
+    assert torch.equal(output.sequences, expected) and 0 < output.stats.accepted < output.stats.drafted
+    for target in (speculator.target, speculator.drafter.model):
+        assert target.execution == "compiled" and "graphs" not in target.reasons
+        assert target.backend.recordings.refused is None and target.backend.recordings.replays
 
 
 @needs_compiler

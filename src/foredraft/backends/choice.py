@@ -75,8 +75,10 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             f"{describe(facts.model)} has weights in torchao's {type(odd).__name__}, which no CPU multiplies. Foredraft reads {READ}"
         )
     why_not_recorded = ENCODER if facts.sourced else graphs.refusal(facts)
-    recorded = execution == "graphs" or (execution == "auto" and attention != "flex" and why_not_recorded is None)
-    pages = _pages_of_other_ways(facts, "graphs" if recorded else execution, attention, test, reasons) if paged else None
+    may_record = execution in ("auto", "compiled") and attention != "flex" and why_not_recorded is None
+    recorded = execution == "graphs" or may_record
+    way = "graphs" if recorded and execution == "auto" else execution
+    pages = _pages_of_other_ways(facts, way, attention, test, reasons) if paged else None
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons, pages)
     with ExitStack() as undo:  # a model that is refused, or after Ctrl-C, is left as it was
         if overrides is not None:
@@ -87,11 +89,11 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
-        if recorded and overrides is None:
-            backend = _record(facts, execution, test, reasons, pages) or backend
+        if recorded and (overrides is None or execution == "compiled"):
+            backend = _record(facts, execution, test, reasons, pages, overrides) or backend
             if pages is not None and type(backend) is Eager:
                 reasons["paged_attention"] = "its passes are not recorded, and copy keys and values from their pages"
-        elif execution == "auto":
+        elif execution in ("auto", "compiled"):
             reasons["graphs"] = why_not_recorded or "attention='flex' was asked for"
         else:
             reasons["graphs"] = f"execution={execution!r} was asked for"
@@ -243,11 +245,13 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
-def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], pages: Paged | None) -> Backend | None:
+def _record(
+    facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str], pages: Paged | None, overrides: Overrides | None
+) -> Backend | None:
     """Recorded passes, if they can be had."""
-    why, made = graphs.refusal(facts), recorder.recorder_for(facts.device)  # the self-test may have found something
+    why, made = graphs.refusal(facts, overrides), recorder.recorder_for(facts.device)  # the self-test may have found something
     if why is None and made is not None:
-        recorded = graphs.Recorded(facts, reasons, made, pages)
+        recorded = graphs.Recorded(facts, reasons, made, pages, overrides)
         why = graphs.graph_test(recorded) if test else None
         if why is None:
             return recorded

@@ -20,8 +20,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from foredraft.backends.kernels import difference
+from foredraft.backends.static_pass import SlotCache
 from foredraft.errors import first_line
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import STRUCTURE, Kind, ModelState, Override, hooks_of, take_back
@@ -143,14 +145,15 @@ class Shared:
             self._pages[places] = found = places.pages, places.slots, table
         return found
 
-    def mask(self, given: Tensor | None, window: Window, device: torch.device) -> Tensor:
-        """``given`` ``[R or 1, 1, N, L]`` for all rows, contiguous; None is a mask that hides nothing."""
-        key = window if given is None else given
-        if key is not self._mask[0] or self._mask[1].device != device:
+    def mask(self, given: Tensor | None, window: Window | None, x: Tensor) -> Tensor:
+        """``given`` ``[R or 1, 1, N, L]`` for all rows of ``x`` ``[R, N, H]``, contiguous; None is a mask that hides nothing."""
+        key, (rows, nodes, _) = window if given is None else given, x.shape
+        if key is not self._mask[0] or self._mask[1].device != x.device:
             if given is None:
-                made = torch.ones(window.rows, 1, window.nodes, window.width, dtype=torch.bool, device=device)
+                assert window is not None
+                made = torch.ones(rows, 1, nodes, window.width, dtype=torch.bool, device=x.device)
             else:
-                made = given.expand(window.rows, -1, -1, -1).contiguous()
+                made = given.expand(rows, -1, -1, -1).contiguous()
             self._mask = key, made
         return self._mask[1]
 
@@ -172,23 +175,26 @@ class CompiledLayer(Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args)), **kwargs}
-        name = next((name for name, value in given.items() if isinstance(value, TreeCache)), None)
+        name, cache = next(((name, value) for name, value in given.items() if isinstance(value, TreeCache)), ("", None))
         apart = any(isinstance(each, LeftOut) for each in self.layer._modules.values())
-        ready = None if name is None or apart or torch.is_grad_enabled() or any(self._hooks) else self._ready(given[name])
+        watched = is_in_torch_dispatch_mode() or any(self._hooks)  # torch compiles nothing while a mode looks at operations
+        ready = None if cache is None or apart or watched or torch.is_grad_enabled() else self._ready(cache)
         x, mask, shared = given.get(self.names[0]), given.get("attention_mask"), self.owner.shared
-        if ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
+        if cache is None or ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
             return type(self.layer).forward(self.layer, *args, **kwargs)
-        window, keys, values, slots = ready
+        keys, values, slots = ready
         rest = {key: value for key, value in given.items() if key not in (name, "attention_mask")}
         if isinstance(rest.get("position_ids"), Tensor):
             rest["position_ids"] = shared.positions(rest["position_ids"])
-        run = self.owner.run((window.rows == 1, window.nodes == 1))
-        return run(self.layer, name, rest, keys, values, slots, shared.mask(mask, window, x.device))
+        run = self.owner.run((x.shape[0] == 1, x.shape[1] == 1))
+        return run(self.layer, name, rest, keys, values, slots, shared.mask(mask, cache.window, x))
 
-    def _ready(self, cache: TreeCache) -> tuple[Window, Tensor, Tensor, tuple[Tensor, ...]] | None:
+    def _ready(self, cache: TreeCache) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
         """This layer's keys and values, and where the pass finds its slots in them: ``[R, heads, capacity, size]`` for the rows of the pass
         and :meth:`Shared.slots`, or all pages and :meth:`Shared.pages`. None if they must be allocated or enlarged first, which a pass
         through the model's own layers does."""
+        if isinstance(cache, SlotCache):  # a pass that is recorded
+            return cache.written_at(self.index)
         window = cache.window
         if window is None or self.index >= len(cache.layers) or not cache.fits(layer := cache.layers[self.index]):
             return None
@@ -197,8 +203,8 @@ class CompiledLayer(Override):
             for each in (keys, values):
                 torch._dynamo.maybe_mark_dynamic(each, 0)
             store = next(store for store in cache.stores if layer in store.layers)
-            return window, keys, values, shared.pages(cache.places(store, keys.device))
-        return window, keys[window.first : window.last], values[window.first : window.last], shared.slots(window, keys.device)
+            return keys, values, shared.pages(cache.places(store, keys.device))
+        return keys[window.first : window.last], values[window.first : window.last], shared.slots(window, keys.device)
 
 
 class Buffers:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from foredraft.backends import recorder as recorders
-from foredraft.backends.base import ForwardPass, PassOutput, differs, failure
+from foredraft.backends.base import ForwardPass, Overrides, PassOutput, differs, failure
 from foredraft.backends.eager import Eager
 from foredraft.backends.paged_attention import Paged
 from foredraft.backends.recorder import CudaRecorder, Outputs
@@ -240,19 +240,29 @@ class Recorded(Eager):
 
     Args:
         facts, reasons: as in :class:`~foredraft.backends.base.Backend`.
+        overrides: compiled layers, which are recorded then; None for the model's own.
         recorder: what makes recordings on this device.
         paged: how keys and values lie in pages; None if they do not.
     """
 
-    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder, paged: Paged | None = None):
-        super().__init__(facts, None, reasons)
+    def __init__(
+        self,
+        facts: ModelFacts,
+        reasons: dict[str, str],
+        recorder: CudaRecorder,
+        paged: Paged | None = None,
+        overrides: Overrides | None = None,
+    ):
+        super().__init__(facts, overrides, reasons)
         if paged is not None:
             paged.use(self)
         self.recordings = Recordings(facts, self.cache, reasons, recorder)
+        if overrides is None and facts.model.config.get_text_config()._attn_implementation == "sdpa":
+            self.recordings.passes.call.masks.additive = True  # sdpa would make such a mask of one of bools in every layer
 
     @property
     def name(self) -> str:
-        return "graphs" if self.recordings.refused is None else "eager"
+        return super().name if self.overrides is not None or self.recordings.refused is not None else "graphs"
 
     def forward(self, given: ForwardPass) -> PassOutput:
         if given.part is not None:  # some layers are no recording
@@ -305,8 +315,8 @@ class Recorded(Eager):
         self.recordings.drop()
 
 
-def refusal(facts: ModelFacts) -> str | None:
-    """Why the passes of a model cannot be recorded, or None."""
+def refusal(facts: ModelFacts, overrides: Overrides | None = None) -> str | None:
+    """Why the passes of a model with these ``overrides`` cannot be recorded, or None."""
     model, device = facts.model, facts.device
     if facts.chains_only is not None:
         return f"it keeps a cache of its own ({facts.chains_only})"
@@ -315,7 +325,8 @@ def refusal(facts: ModelFacts) -> str | None:
     places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if places != {device} or any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "it lies on several devices, or hooks fetch its weights"
-    if any("forward" in vars(module) for module in model.modules()):
+    replaced = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
+    if any(getattr(each, "owner", None) is not overrides or overrides is None for each in replaced):
         return "its layers have overrides of their own already (another Speculator)"
     if any(hooks_of(model)):
         return "hooks look at its passes, and a recording calls none"

@@ -98,8 +98,9 @@ class SlotCache(TreeCache):
     def __init__(self, cache: TreeCache, slots: Tensor, span: int, start: Tensor, tables: Mapping[PageStore, Tensor]):
         super().__init__()
         self.layers = cache.layers
-        self._slots, self._span, self._start, self._tables = slots, span, start, tables
+        self._slots, self._span, self._start = slots, span, start
         self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        self._pages = {store: (table.gather(1, slots // PAGE), slots % PAGE, table) for store, table in tables.items()}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start  # type: ignore[return-value]
@@ -109,18 +110,29 @@ class SlotCache(TreeCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As :meth:`TreeCache.update`."""
+        layer = self.layers[layer_idx]
+        if layer.keys.dtype != key_states.dtype:
+            raise RuntimeError(f"layer {layer_idx} writes {key_states.dtype} to a buffer in {layer.keys.dtype}")
+        keys, values, places = self.written_at(layer_idx)
+        if len(places) > 1:
+            pages, slots, table = places
+            put(keys, key_states, pages, slots)
+            put(values, value_states, pages, slots)
+            return gathered(keys, table), gathered(values, table)
+        keys[self._rows, :, self._slots] = key_states.transpose(1, 2)
+        values[self._rows, :, self._slots] = value_states.transpose(1, 2)
+        return keys[:, :, : self._span], values[:, :, : self._span]
+
+    def written_at(self, layer_idx: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The keys and values of a layer, and where the pass writes: ``[R, heads, capacity, head size]`` and the slots ``[R, N]``; or all
+        pages, and the page and the slot of each node ``[R, N]`` and the table of the rows."""
         layer, rows = self.layers[layer_idx], len(self._slots)
-        for store, table in self._tables.items():
-            if layer in store.layers and layer.keys.dtype == key_states.dtype:
-                pages = table.gather(1, self._slots // PAGE)
-                put(layer.keys, key_states, pages, self._slots % PAGE)
-                put(layer.values, value_states, pages, self._slots % PAGE)
-                return gathered(layer.keys, table), gathered(layer.values, table)
-        if len(layer.keys) < rows or layer.keys.shape[2] < self._span or layer.keys.dtype != key_states.dtype:
+        for store, places in self._pages.items():
+            if layer in store.layers:
+                return layer.keys, layer.values, places
+        if len(layer.keys) < rows or layer.keys.shape[2] < self._span:
             raise RuntimeError(f"layer {layer_idx} writes to a buffer that earlier passes did not allocate")
-        layer.keys[self._rows, :, self._slots] = key_states.transpose(1, 2)
-        layer.values[self._rows, :, self._slots] = value_states.transpose(1, 2)
-        return layer.keys[:rows, :, : self._span], layer.values[:rows, :, : self._span]
+        return layer.keys[:rows], layer.values[:rows], (self._slots,)
 
 
 @dataclass(frozen=True)

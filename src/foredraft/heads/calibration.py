@@ -175,7 +175,7 @@ def weigh_log_odds(
     counted = head.log_odds
     assert counted is not None
     spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
-    whole = counted.weighed([1.0] * head.config.heads)
+    whole = counted.weighed([1.0] * head.config.heads).to(target.device)
     for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers, sources), AT_ONCE >> 2):
         logits = head.logits(states, k).float()
         odds = whole.added(torch.zeros_like(logits), above, k)

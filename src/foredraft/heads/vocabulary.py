@@ -183,7 +183,10 @@ class VocabularyHead(Head):
         """The logits ``[M, V]`` that head ``k`` drafts from, n-gram log-odds included, after the tokens ``before`` ``[M, 2]``, drafted or
         not, the last one last; -1 for none."""
         logits = self.logits(states, k)
-        return logits if self.log_odds is None else self.log_odds.added(logits, before, k)
+        if self.log_odds is None:
+            return logits
+        self.log_odds = self.log_odds.to(logits.device)
+        return self.log_odds.added(logits, before, k)
 
     def all_logits(self, states: Sequence[Tensor]) -> Tensor:
         """``[..., K, V]`` of heads 0 to K - 1 from ``states`` ``[..., d]`` of each; one product where they share an LM head."""

@@ -324,8 +324,9 @@ class Measurement:
         room = 10**9 if target.trained is None else target.trained - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
+        self.unread = self.prompt - 1
         self.warm_ups = 1 + max(each.warm_up for each in (target, *drafter.draft_models))
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(rows)  # what was read for other numbers of rows is not found again
         ids = self._tokens(max(self.prompt, self.longer)).tolist()
         self.texts = [line[: self.prompt] for line in ids]
         self.prompt_hidden: list[Tensor] | None = None
@@ -396,6 +397,9 @@ class Measurement:
                 shapes[f"wide {width}"] = shape
         self.in_turns({(name, shape.depth): self._drafting(rows, shape) for name, shape in shapes.items()}, deadline)
         self.drafter.end(rows)
+        if ("longer", 1) in self.times and self.prompt_hidden is None:  # few tokens take as long as many where launches take the time
+            rows = [StandIn(slot, list(text), self.longer + 2, sources[slot]) for slot, text in enumerate(self.long_texts)]
+            self.unread = self.longer - 1
         self._begin(rows)
         self.timed("unread", self._drafting(rows, shapes["one"]))
         self.drafter.end(rows)
@@ -447,7 +451,7 @@ class Measurement:
             if (f"wide {width}", 2) in medians:
                 costs.level.measured(self.rows, width, max(medians[f"wide {width}", 2] - one, level))
         if "unread" in medians:
-            costs.catch_up[self.rows] = max(0.0, medians["unread"] - one) / (self.rows * max(1, self.prompt - 1))
+            costs.catch_up[self.rows] = max(0.0, medians["unread"] - one) / (self.rows * max(1, self.unread))
 
     def _open(self, texts: list[list[int]]) -> None:
         length = len(texts[0])
