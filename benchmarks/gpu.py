@@ -55,7 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {  # what a Speculator is given; a drafter 
 }
 PLAN: dict[str, dict[int, Sequence[str]]] = {  # rows and methods; transformers' are always there. One row has all that others have
     "0.3B": {1: list(METHODS), 4: ["plain", "draft model"]},
-    "6.5B": {1: ["plain", "plain, compiled", "draft model", "draft model, chain(5)", "draft model, chain(5), compiled", SAMPLED]},
+    "6.5B": {1: ["plain", "draft model", "draft model, chain(5)", "draft model, chain(5), compiled", SAMPLED]},
 }
 
 Stage = Callable[[float], dict[str, Any]]  # seconds left -> report; "ok" says whether it passed

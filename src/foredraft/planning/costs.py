@@ -321,7 +321,8 @@ class Measurement:
     def __init__(self, target: Target, drafter: Drafter, rows: int, largest: StaticShape, clock: Callable[[], float]):
         self.target, self.drafter, self.rows, self.largest, self.clock = target, drafter, rows, largest, clock
         self.times: dict[Any, list[float]] = {}
-        room = 10**9 if target.trained is None else target.trained - largest.nodes - 1
+        contexts = [each.trained for each in (target, *drafter.draft_models) if each.trained is not None]
+        room = min(contexts, default=10**9) - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
         self.unread = self.prompt - 1
@@ -397,7 +398,8 @@ class Measurement:
                 shapes[f"wide {width}"] = shape
         self.in_turns({(name, shape.depth): self._drafting(rows, shape) for name, shape in shapes.items()}, deadline)
         self.drafter.end(rows)
-        if ("longer", 1) in self.times and self.prompt_hidden is None:  # few tokens take as long as many where launches take the time
+        likely = self.longer / TOGETHER * median(self.times["one", 1])
+        if self.prompt_hidden is None and self.clock() + likely < deadline:  # where launches take the time, few tokens take as long as many
             rows = [StandIn(slot, list(text), self.longer + 2, sources[slot]) for slot, text in enumerate(self.long_texts)]
             self.unread = self.longer - 1
         self._begin(rows)
