@@ -346,6 +346,12 @@ def test_budgets_that_make_no_sense_are_refused():
         with pytest.raises(ConfigurationError, match=message):
             Speculator(model, "none", execution="native", cache_memory=memory)
         assert not any(vars(each).get("forward") for each in model.modules()), "the model was not left as it was"
+    draft = build("qwen3", torch.float32)
+    with pytest.raises(ConfigurationError, match=r"a row of two tokens and a draft of shape product\(4,4,4\), which take 384 KiB"):
+        Speculator(model, DraftModel(draft), execution="native", shape="product(4,4,4)", cache_memory=f"{4 * PAGE_BYTES - 1}B")
+    least = Speculator(model, DraftModel(draft), execution="native", shape="product(4,4,4)", cache_memory=f"{4 * PAGE_BYTES}B")
+    assert least.generate(torch.tensor([[5]]), max_new_tokens=1, do_sample=False).sequences.shape == (1, 2)
+    least.close()
     with pytest.raises(ConfigurationError, match=r"cache_memory needs a cache in pages.*no comparison with the model's own attention"):
         Speculator(tiny(), "none", cache_memory="1GiB", self_test=False)
     with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from foredraft import drafters, verification
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
+from foredraft.models.cache_sizes import in_words
 from foredraft.planning import AUTO
 from foredraft.planning.largest import largest_shape
 from foredraft.shapes import StaticShape, TreeShape
@@ -95,6 +96,12 @@ def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
         raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
     if target.trained is not None and shape.nodes >= target.trained:
         raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.trained}; draft fewer")
+    least = target.cost(target.whole(3 + shape.nodes))  # a token of the prompt, one that is new, and the tree with its root
+    if target.budget is not None and least > target.budget:
+        raise ConfigurationError(
+            f"cache_memory has no room for a row of two tokens and a draft of shape {shape}, which take {in_words(least)} here; "
+            "allow more, or draft fewer tokens"
+        )
     siblings = shape.siblings if isinstance(shape, StaticShape) else 1
     if siblings > target.vocab_size:
         raise ConfigurationError(

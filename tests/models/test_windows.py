@@ -337,3 +337,12 @@ def test_pages_that_windows_have_moved_on_from_are_free_before_others_take_them(
     wanted, _ = serve(Speculator(model, "none", execution="eager", reuse_prefix=False), texts, 20)
     speculator = Speculator(model, "none", execution="eager", rule="match", cache_memory=f"{pages * unit}B")
     assert serve(speculator, texts, 20)[0] == wanted
+
+
+def test_a_prompt_is_read_in_pieces_whose_windows_fit_the_budget():
+    """Else a prompt of 1,100 tokens would be said never to fit into a budget that holds it."""
+    ids, memory = torch.tensor([text(1100)]), 12 * PAGE * 2 * 2 * 32 * 4 * 3
+    speculators = [Speculator(build("gemma3"), "none", execution="native", cache_memory=each) for each in (f"{memory}B", "auto")]
+    assert [each.target.prefill_chunk for each in speculators] == [128, 1024]
+    found = [each.generate(ids, max_new_tokens=20, do_sample=False).sequences.tolist() for each in speculators]
+    assert found[0] == found[1]

@@ -39,6 +39,7 @@ CACHE = ("tests/target/test_cache.py",)
 PAGES = ("tests/models/test_pages.py",)
 PAGED = ("tests/models/test_paged_cache.py",)
 WINDOWS = ("tests/models/test_windows.py",)
+CHANGED = ("tests/target/test_changed.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
 HANDED = ("tests/target/test_handed_pages.py",)
 ELSEWHERE = ("tests/target/test_pages_elsewhere.py",)
@@ -406,7 +407,9 @@ FAULTS = [
         "[self.begins[row] for row in keep]\n",
         PAGED,
     ),
+    Fault("changes.py", "disabled, [*flatten(map(dict.items, self._scales))]", "disabled, []", CHANGED),
     # -- windows
+    Fault("target.py", "self.prefill_chunk = self._chunk_within(size)", "pass", WINDOWS),
     Fault("paged_cache.py", "length - self.kind.window + 1", "length - self.kind.window + 2", WINDOWS),
     Fault("paged_cache.py", "if last - self.sees_from(length) < runs[last]:", "if True:", WINDOWS),
     Fault("paged_cache.py", "        store.copy(former, mine, length % PAGE)\n", "", WINDOWS),

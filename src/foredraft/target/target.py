@@ -28,7 +28,7 @@ from foredraft.models.features import Features, PromptStates, Tap, features_of, 
 from foredraft.models.layers import layer_count
 from foredraft.models.page_stores import pages_of
 from foredraft.models.paged_cache import PagedCache
-from foredraft.models.pages import PagePool
+from foredraft.models.pages import PAGE, PagePool
 from foredraft.models.source_runs import RunPool, SourcedPages
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
@@ -42,6 +42,7 @@ SCORED = 1 << 24  # most logits of a scored prompt in one pass
 SOURCE = 64  # tokens of the source with which a model is timed
 AUTO = 0.8  # of the memory that is free; the rest is for what passes compute
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
+FAR = 1 << 30  # tokens of a text of which no window sees all
 
 
 def budget(memory: str | float, device: torch.device) -> tuple[bool, int | None]:
@@ -80,7 +81,7 @@ class Target(Passes):
     Args:
         model: a ``PreTrainedModel`` with sdpa or eager attention; PEFT adapters and device maps are fine.
         test: run the self-test (a few passes over a handful of tokens).
-        prefill_chunk: as in :class:`~foredraft.Speculator`.
+        prefill_chunk: as in :class:`~foredraft.Speculator`. Within a budget, layers with a window may make it smaller.
         reuse_prefix: as in :class:`~foredraft.Speculator`.
         execution: as in :class:`~foredraft.Speculator`.
         attention: as in :class:`~foredraft.Speculator`.
@@ -127,7 +128,7 @@ class Target(Passes):
         super().__init__(facts)
         self.wait, self.outgrown = wait, False
         self.tokenizer: Any = None
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = self._asked_chunk = prefill_chunk
         self.owner: object = None  # a token of the session whose rows these are
         counted = facts.sourced and routers(facts.model.get_decoder())  # what tokens experts take then depends on the whole prompt
         self.reuse_prefix = reuse_prefix and not counted
@@ -243,9 +244,20 @@ class Target(Passes):
         paged = isinstance(cache, PagedCache)
         if asked and isinstance(cache, PagedCache):
             cache.fill()
+        self.prefill_chunk = self._chunk_within(size)
         least, what = (self.cost([1] * len(self.pools)), "one page of 64 tokens") if paged else (self.cost(self.whole(1)), "one row")
         if size is not None and size < least:
             raise ConfigurationError(f"cache_memory has no room for {what}, which takes {in_words(least)} here; allow more")
+
+    def _chunk_within(self, size: int | None) -> int:
+        """How many tokens of a row a prefill pass reads at most, so that layers with a window take an eighth of the budget for them at
+        most. Other layers keep them anyway."""
+        chunk, cache = self._asked_chunk, self._counted
+        assert cache is not None
+        least = cache.cost(cache.whole(FAR, PAGE))
+        while size is not None and chunk > PAGE and 8 * (cache.cost(cache.whole(FAR, chunk)) - least) > size:
+            chunk = max(PAGE, chunk // 2)
+        return chunk
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
