@@ -122,7 +122,8 @@ def test_a_cache_that_grows_and_rows_that_leave(traced_once):
         assert generate(speculator, rows, max_new_tokens=40) == [alone(tiny(), row, max_new_tokens=40) for row in rows]
 
 
-@pytest.mark.parametrize("shape", [pytest.param("chain(3)", marks=pytest.mark.nightly), "product(2,1,1)"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,1,1)"])
 def test_text_is_the_same_with_a_compiled_draft(shape, traced):
     target, draft = clone(tiny()), clone(perturbed())
     speculator = Speculator(target, DraftModel(draft, execution="compiled"), shape=shape, execution="eager")
@@ -148,7 +149,7 @@ class Again:
         pass
 
 
-@pytest.mark.parametrize("memory", ["auto", "4MiB"])
+@pytest.mark.parametrize("memory", ["auto", pytest.param("4MiB", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.nightly)])
 @torch.inference_mode()
 def test_recorded_passes_are_those_of_compiled_layers(family, memory, traced, monkeypatch):
