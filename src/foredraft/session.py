@@ -19,7 +19,7 @@ from foredraft.admission import Admission
 from foredraft.checks import NotFiniteError
 from foredraft.device import host_by_default, wait_for
 from foredraft.drafters.base import Drafter
-from foredraft.errors import ConfigurationError, ForedraftError, notice
+from foredraft.errors import CacheMemoryError, ConfigurationError, ForedraftError, notice
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.models.encoder_decoder import check_padding, check_source
@@ -225,7 +225,8 @@ class Session:
 
         A row fails alone, as :attr:`Commit.error <foredraft.rows.Commit>` says, where a processor or a stopping criterion of its own
         raises, or no token can be chosen from its scores. Anything else that goes wrong, a drafter that proposes nonsense for instance,
-        is raised. After an exception every row is gone, and the target and the drafter are usable again.
+        is raised. After an exception every row is gone, and the target and the drafter are usable again. Where a cache in pages cannot grow
+        and there are several rows, nothing is raised: they wait for each other.
 
         Args:
             follow: look whether the model has changed since the last step. If it has, rows under way are read again and go on with the
@@ -246,10 +247,25 @@ class Session:
                     return self._step()
                 with torch.inference_mode():
                     return self._step()
-            except BaseException:
+            except BaseException as error:
+                short = isinstance(error, CacheMemoryError) and len(self.rows) > 1 and bool(self.target.pools)
+                goes_on = short and self.target.limit_to_held()
                 self.target.release()
+                if goes_on:
+                    self._all_aside()
+                    return []
                 self._drop()
                 raise
+
+    def _all_aside(self) -> None:
+        """The device had no room for pages that the limit allowed. All rows wait, and are read again as far as there is room now."""
+        notice("there was less memory for the key-value cache than thought; rows wait for each other, within what there is, from now on")
+        self.drafter.reset()
+        rows, self.rows = sorted(self.rows, key=lambda row: row.slot), []
+        self.admission.set_aside += len(rows)
+        self._joined, self.waiting[:0] = True, rows
+        self.observer.settle()
+        self.loop.committed.clear()
 
     @contextmanager
     def _alone(self, *, models: bool = True) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -283,34 +285,67 @@ def test_an_interrupt_between_taking_pages_and_opening_rows_leaves_nothing_behin
 
 
 def serve_more_and_more(session):
+    """The texts of twenty rows, each longer than the one before."""
+    found = {}
     for row in range(20):
-        session.add(text(130 + 64 * row, row), RowParameters(max_new_tokens=40))
-        session.step()
+        found[session.add(text(130 + 64 * row, row), RowParameters(max_new_tokens=40))] = []
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    while session.live:
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    return [*found.values()]
 
 
-@pytest.mark.parametrize(("drafter", "at"), covered(["prompt-lookup", "draft-model"], range(0, 20, 3), ways=1))
-def test_after_a_failed_allocation_the_session_goes_on(drafter, at, monkeypatch):
-    drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
-    speculator = Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)")
-    wanted = speculator.generate(torch.tensor([text(130)]), max_new_tokens=40, do_sample=False).sequences
-    calls, empty = [], torch.empty
+@contextmanager
+def failing(monkeypatch, fails):
+    """Allocations of pages fail where ``fails(how many there were before, pages)``."""
+    calls, empty = itertools.count(), torch.empty
 
-    def failing(*shape, **options):
-        calls.append(shape)
-        if len(calls) == at + 1:
+    def allocate(*shape, **options):
+        if fails(next(calls), shape[1]):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return empty(*shape, **options)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(page_stores, "torch", SimpleNamespace(**{**vars(torch), "empty": allocate}))
+        yield calls
+
+
+def with_drafter(drafter):
+    drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
+    return Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)", rule="match")
+
+
+@pytest.mark.parametrize(("drafter", "at"), covered(["prompt-lookup", "draft-model"], range(6, 42, 5), ways=1))
+def test_a_failed_allocation_of_more_than_is_needed_is_not_noticed(drafter, at, monkeypatch):
+    speculator = with_drafter(drafter)
+    wanted = serve_more_and_more(speculator.session())
     speculator.release()
     session = speculator.session()
-    with monkeypatch.context() as patch:
-        patch.setattr(page_stores, "torch", SimpleNamespace(**{**vars(torch), "empty": failing}))
-        with pytest.raises(CacheMemoryError, match="set cache_memory to less"):
-            serve_more_and_more(session)
-    assert len(calls) == at + 1 and not session.rows
-    session.add(text(130), RowParameters(max_new_tokens=40))
-    found = text(130)
-    while session.live:
-        for commit in session.step():
-            found += commit.tokens
-    assert found == wanted[0].tolist()
+    with failing(monkeypatch, lambda count, pages: count == at) as calls:
+        assert serve_more_and_more(session) == wanted
+    assert next(calls) > at and not session.memory.set_aside
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+def test_rows_wait_for_each_other_in_less_memory_than_was_promised(drafter, monkeypatch):
+    speculator = with_drafter(drafter)
+    wanted = serve_more_and_more(speculator.session())
+    speculator.release()
+    session = speculator.session()
+    with failing(monkeypatch, lambda count, pages: pages > 31):
+        assert serve_more_and_more(session) == wanted
+    assert session.memory.set_aside > 1 and session.memory.limit <= 31
+
+
+@pytest.mark.parametrize(("drafter", "fewest"), [("prompt-lookup", 0), ("draft-model", 6)])
+def test_without_any_memory_there_is_an_error_and_the_next_row_is_served(drafter, fewest, monkeypatch):
+    speculator = with_drafter(drafter)
+    wanted = serve_more_and_more(speculator.session())
+    speculator.release()
+    session = speculator.session()
+    with failing(monkeypatch, lambda count, pages: count >= fewest), pytest.raises(CacheMemoryError, match="set cache_memory to less"):
+        serve_more_and_more(session)
+    assert not session.rows
+    assert serve_more_and_more(session) == wanted

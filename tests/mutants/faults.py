@@ -400,6 +400,8 @@ FAULTS = [
     Fault("paged_cache.py", "if self.pool.counts[table[index]] > 1:", "if self.pool.counts[table[index]] > 9:", PAGED),
     Fault("paged_cache.py", "            if length % PAGE and pages[-1] in fresh:", "            if False:", PAGED),
     Fault("paged_cache.py", "self.pool.share([*kept, *partly])", "pass", PAGED),
+    Fault("session.py", "short and self.target.limit_to_held()", "False", PAGED),
+    Fault("page_stores.py", "if room == self.pool.made:", "if True:", PAGED),
     Fault("paged_cache.py", "whole.copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
     Fault(
         "paged_cache.py",

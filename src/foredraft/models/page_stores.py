@@ -169,10 +169,7 @@ class PageStore:
         grows = self.pool.made > self.room or (not self.layers and ahead > self.room)
         if grows:
             more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
-            room = max(self.pool.made, more if limit is None else min(more, limit))
-            for layer in self.layers:
-                self.allocate(layer, layer.keys, layer.values, room)
-            self.room = room
+            self.room = self._grow(max(self.pool.made, more if limit is None else min(more, limit)))
             self.lay_out(0, blocks)
         used = [page for page in self.pool.handed_out() if clean and page < self.made]
         for layer in self.layers:
@@ -183,6 +180,17 @@ class PageStore:
                     store[to_device(used, store.device)] = 0
         self.made = max(self.made, self.pool.made)
         return grows
+
+    def _grow(self, room: int) -> int:
+        """Give every layer tensors for ``room`` pages, or, where memory is short, for those that were taken; for how many it was."""
+        try:
+            for layer in self.layers:
+                self.allocate(layer, layer.keys, layer.values, room)
+        except CacheMemoryError:
+            if room == self.pool.made:
+                raise
+            return self._grow(self.pool.made)
+        return room
 
     def trim(self, blocks: int) -> bool:
         """Return the memory of pages that no longer exist, or must not any more, if they are many. Whether tensors have moved."""

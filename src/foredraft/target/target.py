@@ -359,6 +359,18 @@ class Target(Passes):
         """Bytes of ``cache_memory`` for so many ``pages`` of each kind."""
         return 0 if self._counted is None else self._counted.cost(pages)
 
+    def limit_to_held(self) -> bool:
+        """After an allocation failed: the cache may take no more from now on than there was memory for. Whether that is less than before,
+        and leaves pages for a row."""
+        if not isinstance(self.cache, PagedCache):
+            return False
+        size = self.cost([store.room for store in self.cache.stores])
+        if size < self.cost([1] * len(self.pools)) or (self.budget is not None and size >= self.budget):
+            return False
+        self._cache_memory = self._cache_memory[0], size
+        self._limit()
+        return True
+
     def make_room(self, pages: Sequence[int]) -> bool:
         """Whether rows can take so many more ``pages`` of each kind."""
         return self._counted is None or self._counted.make_room(pages)
