@@ -162,7 +162,8 @@ def find(name: str) -> Embedded:
     bare = name.removeprefix(PREFIX)
     bare = bare.replace(f"{INFLATED}-", f"{TARGET}-")
     if bare not in (known := names()):
-        raise ConfigurationError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + each for each in known)}")
+        made = "; t5-doc is made by the recipe recipes/t5 of a checkout" if bare.startswith("t5-doc") else ""
+        raise ConfigurationError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + each for each in known)}{made}")
     return CATALOGUE[bare]
 
 

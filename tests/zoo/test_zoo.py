@@ -38,6 +38,8 @@ def test_names_with_and_without_prefix():
     assert zoo.names()[:6] == ["python-8m", "python-1m", "python-300m", "python-deep", "python-deep-100m", "python-ngram"]
     assert zoo.names()[6:] == ["python-8m-medusa", "python-8m-eagle3", "t5-ast", "t5-ast-1m", "t5-ast-130m"]
     assert zoo.path("zoo:python-8m") == zoo.path("python-8m")
+    with pytest.raises(ValueError, match=r"no embedded model 'zoo:t5-doc'.*t5-doc is made by the recipe recipes/t5 of a checkout"):
+        zoo.load("zoo:t5-doc")
     with pytest.raises(ValueError, match=r"no embedded model 'zoo:python-9m'.*zoo:python-8m.*zoo:python-ngram"):
         zoo.load("zoo:python-9m")
     with pytest.raises(ValueError, match="built from python-8m"):
