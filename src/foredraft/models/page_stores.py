@@ -182,7 +182,7 @@ class PageStore:
         return grows
 
     def _grow(self, room: int) -> int:
-        """Give every layer tensors for ``room`` pages, or, where memory is short, for those that were taken; for how many it was."""
+        """Give every layer tensors for ``room`` pages or, where memory is short, for no more than were taken. Returns for how many."""
         try:
             for layer in self.layers:
                 self.allocate(layer, layer.keys, layer.values, room)
