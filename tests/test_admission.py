@@ -22,6 +22,7 @@ from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.drafters.several import Several
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
@@ -180,6 +181,29 @@ def test_what_was_read_ahead_is_not_read_again(drafter, monkeypatch):
     while session.waiting:
         session.step()
     assert session.stats.prompt_tokens == 610 and 256 <= session.stats.reused < 300
+
+
+@pytest.mark.parametrize("drafter", ["draft-model", "several"])
+def test_a_draft_model_reads_the_same_pieces(drafter, monkeypatch):
+    """Live rows would wait for it otherwise."""
+    monkeypatch.setitem(DRAFTERS, "several", lambda: Several(["prompt-lookup", DRAFTERS["draft-model"]()]))
+    monkeypatch.setattr(session_module, "LEAST", 72)
+    monkeypatch.setattr(session_module, "PAUSE", 0.0)
+    monkeypatch.setattr(session_module, "SHARE", 0.0)
+    speculator = speculator_of(drafter, shape="chain(2)")
+    (draft,) = speculator.drafter.draft_models
+    session = speculator.session()
+    session.add([5] * 10, RowParameters(max_new_tokens=60))
+    for _ in range(3):
+        session.step()
+    session.add([token % 97 for token in range(3, 403)], RowParameters(max_new_tokens=9))
+    read = [draft.layer_tokens[0]]
+    while session.live:
+        session.step()
+        read.append(draft.layer_tokens[0])
+    steps = [later - before for before, later in pairwise(read)]
+    assert steps[:5] == [72] * 5 and max(steps) <= 90  # the rest of the row is read together with filler for the other
+    assert 400 <= sum(steps) < 700 and draft.cache.pool.held == 0
 
 
 # -- what is counted --------------------------------------------------------------------------------------------------

@@ -143,16 +143,15 @@ class Loop:
         return unread if unread is None or row.scored is None else max(unread, len(row.ids) - row.scored)
 
     def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:
-        """Have the target, and a drafter that reads whole prompts, read the next ``tokens`` of a row that is to join behind ``first``
-        others, and leave them in the cache."""
+        """Have the target, and a drafter that reads prompts, read the next ``tokens`` of a row that is to join behind ``first`` others, and
+        leave them in the cache."""
         unread = self.unread(row)
         assert unread is not None
         piece = row.ids[: len(row.ids) - unread + tokens]
         with self.observer.prefill(self.sampler([row])):
             self._read([row], [piece], [piece], first)
-            if self.drafter.companion is not None:
-                assert self.target.prompt_hidden is not None
-                self.drafter.read_ahead(piece, self.target.prompt_hidden[0])
+            hidden = self.target.prompt_hidden if self.drafter.companion is not None else None
+            self.drafter.read_ahead(row, piece, hidden[0] if hidden else None)
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
 from foredraft.drafters.base import DraftRequest, Feedback
-from foredraft.drafters.draft_loops.recorded import LoopFrame
+from foredraft.drafters.draft_loops.recorded import SELDOM, LoopFrame
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.several import Several
 from foredraft.logits.noise import _token_hashes
@@ -128,7 +128,8 @@ def test_trees_that_need_filler(family, nodes, taped):
 
 
 @torch.inference_mode()
-def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
+def test_a_cache_that_grows_has_its_passes_recorded_anew(taped, monkeypatch):
+    monkeypatch.setattr(graphs_module, "SPAN", 256)
     target, eager = Target(of("mistral"), execution="graphs"), Target(of("mistral"), execution="eager", test=False)
     texts = prompts((40, 52))
     for each in (target, eager):
@@ -146,7 +147,7 @@ def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
 
 def test_capacities_are_doubles_and_then_multiples():
     """Doubles would take up to twice the memory behind long texts."""
-    assert [graphs_module.roomy(tokens) for tokens in (1, 256, 257, 2048, 2049, 4097)] == [256, 256, 512, 2048, 4096, 6144]
+    assert [graphs_module.roomy(tokens) for tokens in (1, 512, 513, 2048, 2049, 4097)] == [512, 512, 1024, 2048, 4096, 6144]
 
 
 @torch.inference_mode()
@@ -198,7 +199,8 @@ def test_filler_rows_leave_every_row_alone(taped):
 
 
 @torch.inference_mode()
-def test_filler_takes_the_end_of_a_row_that_is_gone_and_says_so(taped):
+def test_filler_takes_the_end_of_a_row_that_is_gone_and_says_so(taped, monkeypatch):
+    monkeypatch.setattr(graphs_module, "SPAN", 256)
     target = Target(of("llama"), execution="graphs")
     texts = prompts((250, 30, 20, 255))
     target.open([list(text) for text in texts])
@@ -230,18 +232,19 @@ def test_logits_stay_what_they_were(taped):
 @torch.inference_mode()
 def test_recordings_are_bounded_and_made_of_what_comes_up_again(taped, monkeypatch):
     monkeypatch.setattr(graphs_module, "MOST", 3)
+    sizes = (1, 3, 6, 12, 20, 40)  # one of each bucket
     target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
     texts = prompts((20, 13))
     for each in (target, eager):
         each.open(texts)
         each.prefill(texts, first=0)
     before = target.backend.recordings.captures
-    for nodes in range(1, 8):
+    for nodes in sizes:
         tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
         target.score(tree)
     assert target.backend.recordings.captures == before  # each of them once
     for _ in range(WARM):
-        for nodes in range(1, 8):
+        for nodes in sizes:
             tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
             assert_same(target.score(tree), eager.score(tree))
             assert len(target.backend.recordings) <= 3
@@ -329,7 +332,7 @@ def test_the_planner_is_told_of_rounds_that_record_something(several, taped):
         drafter = Several([draft]) if several else draft
         speculator = Speculator(tiny(), drafter, shape="chain(3)", execution=how["target"])
         speculator.planner = told = Told(TreeShape.chain(3))
-        for _ in range(3):
+        for _ in range(2):
             before, told.settling = told.settling, []
             generate(speculator, repetitive((23,)), max_new_tokens=40, min_new_tokens=40)
         assert any(before) and not all(before) and not any(told.settling[:-3]), (recorded, before, told.settling)
@@ -483,6 +486,30 @@ def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, option
         assert (mine.q is None) == (wanted.q is None)
         if wanted.q is not None:
             torch.testing.assert_close(mine.q, wanted.q, atol=1e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_chain_without_a_recording_is_cut_from_a_longer_one(taped):
+    """As where a text ends. One that comes up again and again is recorded itself."""
+    target, drafters = Target(tiny(), execution="eager"), [DraftModel(perturbed(), execution=each) for each in ("graphs", "eager")]
+    rows = [Line(slot, list(text)) for slot, text in enumerate(prompts((30, 21), seed=3))]
+    for drafter in drafters:
+        drafter.bind(target)
+        drafter.begin(rows)
+    recordings, captures = drafters[0].model.backend.recordings, []
+    lengths = [*[4] * (WARM + 1), *[2] * (SELDOM + WARM + 1), 4, 2, 3]
+    for step, length in enumerate(lengths):
+        before = recordings.settling
+        mine, wanted = (drafter.draft(wish(rows, f"chain({length})")) for drafter in drafters)
+        assert torch.equal(mine.tokens, wanted.tokens) and mine.nodes == length + 1
+        accepted = [step % (length + 1), 0]
+        for row, kept in zip(rows, accepted):
+            row.ids += [*mine.tokens[row.slot, 1 : kept + 1].tolist(), (5 * step + row.slot) % 120 + 3]
+        for drafter, tree in zip(drafters, (mine, wanted)):
+            drafter.observe(rows, Feedback(tree, accepted, None))
+        captures.append(recordings.captures)
+        assert recordings.settling > before or length == 4 or step > WARM + SELDOM, "the time of a longer chain passed for its own"
+    assert captures[WARM] == captures[WARM + SELDOM] == captures[-1] - 1 and recordings.refused is None
 
 
 class Line:

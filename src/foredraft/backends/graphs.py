@@ -35,9 +35,9 @@ TRIALS = 2  # runs of a recording that are compared with the eager pass
 MOST = 48  # recordings kept at most
 FULL = 2  # times that memory may be too short for a recording or its comparison; then it is not tried again
 TOKENS = 512  # of a recorded pass at most; beyond, arithmetic takes longer than launching it
-SPAN = 256  # shortest span; the others are its doubles up to LONG, and multiples of that
+SPAN = 512  # shortest span; the others are its doubles up to LONG, and multiples of that
 LONG = 2048
-STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # nodes; beyond, multiples of 32
+STEPS = (1, 4, 8, 16, 32)  # nodes; beyond, multiples of 32. Few: a recording takes as long as dozens of passes, and filler next to nothing
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -197,6 +197,10 @@ class Recordings:
         """Have recorded passes return these hidden states from now on; all recordings so far are dropped."""
         self.drop()
         self.passes.features = features
+
+    def has(self, key: Hashable) -> bool:
+        """Whether the recording of ``key`` can be played and was compared often enough."""
+        return key in self._kept and self._kept[key].trials >= TRIALS
 
     # -- sizes ----------------------------------------------------------------------------------------------------------
 

@@ -291,9 +291,10 @@ class DrafterHooks:
         behind the beginning that the target has reused, if there is a :attr:`companion`. The first generated token has no hidden state
         yet."""
 
-    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
-        """The target has read ``text``, a part of a prompt whose row is yet to begin. Called for a :attr:`companion` only, which has opened
-        a row for it; ``hidden`` ``[n, F * d]`` are the states of its last n tokens."""
+    def read_ahead(self, row: Row, text: Sequence[int], hidden: Tensor | None) -> None:
+        """The target has read ``text``, the beginning of the prompt of a ``row`` that is yet to begin. A drafter that reads prompts, too,
+        reads it now: live rows wait between two pieces no longer than necessary. A :attr:`companion` has opened a row for it; ``hidden``
+        ``[n, F * d]`` are the states of its last n tokens, None unless there is a companion."""
 
     def shared(self) -> list[object]:
         """What others may use as well, but no two threads at once: models, heads, stores that were handed in; called once it is bound."""

@@ -251,6 +251,17 @@ class DraftModel(LearningDrafter):
         if self.learning is not None:
             self.learning.begin(rows)
 
+    def read_ahead(self, row: Row, text: Sequence[int], hidden: Tensor | None) -> None:
+        """Leaves it in the cache, where there are pages for it."""
+        model = self.model
+        within = model.trained is None or len(text) <= model.trained
+        if self.foreign is None and not model.sourced and within and model.reuse_prefix and isinstance(model.cache, PagedCache):
+            self._keep_to_budget()
+            first = len(model.lengths)
+            model.open([text], isolations=[row.isolation])
+            model.prefill([text], first=first)
+            model.compact(range(first))
+
     def _open(self, rows: Sequence[Row], own: Sequence[Row]) -> bool:
         """Open what is not open yet of ``rows``, which are ``own`` in this model's tokens. Whether there was any; it must be read now."""
         if len(self.model.lengths) == len(rows):

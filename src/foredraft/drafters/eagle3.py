@@ -177,7 +177,8 @@ class Eagle3(HeadDrafter):
             self._rows.append(Unread())
             self._rows[-1].add(each[-1:].clone())  # not a view that keeps the whole prompt's
 
-    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
+    def read_ahead(self, row: Row, text: Sequence[int], hidden: Tensor | None) -> None:
+        assert hidden is not None
         first = len(self._rows)
         self._read_steps(first, text, len(text) - len(hidden), hidden)
         self._texts.compact(self._cache, range(first))

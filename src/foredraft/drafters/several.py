@@ -131,10 +131,9 @@ class Several(Drafter):
                 mine = [self._share(drafter, each if drafter.info.whole_prompt else each[-1:]) for each in hidden]
                 drafter.read(rows, mine)
 
-    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
+    def read_ahead(self, row: Row, text: Sequence[int], hidden: Tensor | None) -> None:
         for drafter in self.drafters:
-            if drafter.companion is not None:
-                drafter.read_ahead(text, self._share(drafter, hidden))
+            drafter.read_ahead(row, text, None if hidden is None or drafter.companion is None else self._share(drafter, hidden))
 
     def begin(self, rows: Sequence[Row]) -> None:
         for drafter in self.drafters:

@@ -325,7 +325,7 @@ class Measurement:
         room = min(contexts, default=10**9) - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
-        self.unread = self.prompt - 1
+        self.unread = 0  # tokens that a draft reads besides in "unread"
         self.warm_ups = 1 + max(each.warm_up for each in (target, *drafter.draft_models))
         self._generator = torch.Generator().manual_seed(rows)  # what was read for other numbers of rows is not found again
         ids = self._tokens(max(self.prompt, self.longer)).tolist()
@@ -399,12 +399,16 @@ class Measurement:
         self.in_turns({(name, shape.depth): self._drafting(rows, shape) for name, shape in shapes.items()}, deadline)
         self.drafter.end(rows)
         likely = self.longer / TOGETHER * median(self.times["one", 1])
-        if self.prompt_hidden is None and self.clock() + likely < deadline:  # where launches take the time, few tokens take as long as many
-            rows = [StandIn(slot, list(text), self.longer + 2, sources[slot]) for slot, text in enumerate(self.long_texts)]
-            self.unread = self.longer - 1
-        self._begin(rows)
-        self.timed("unread", self._drafting(rows, shapes["one"]))
-        self.drafter.end(rows)
+        texts = [self.texts, self.texts]
+        if self.prompt_hidden is None and self.clock() + 2 * likely < deadline:  # few tokens may take as long as many
+            texts = [self.long_texts, self._tokens(self.longer).tolist()]
+        self.unread = len(texts[0][0]) - 1
+        for some in texts:  # the first time, code runs that never ran before
+            rows = [StandIn(slot, list(text), len(text) + 2, sources[slot]) for slot, text in enumerate(some)]
+            self._begin(rows)
+            self.timed("unread", self._drafting(rows, shapes["one"]))
+            self.drafter.end(rows)
+        del self.times["unread"][0]
 
     def rounds(self, deadline: float) -> None:
         """Drafts by layers of the target itself, which read from its cache, together with the passes that verify them."""

@@ -7,28 +7,34 @@ costs nothing next to a pass of its own.
 
 Processors that look at histories are run by the host, rows with processors of their own would need indices from it: they, a dynamic
 shape, and rows of which the cache lacks more, are drafted level by level.
+
+A chain that has no recording of its own yet, as where a text ends, is cut from a longer one that has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foredraft.backends.base import ForwardPass, differs, tree_window
-from foredraft.backends.graphs import Recorded
+from foredraft.backends.graphs import Recorded, Recordings
 from foredraft.backends.static_pass import StaticPass, upload
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import Growth, grow_from
 from foredraft.logits.noise import Noise
 from foredraft.logits.sampler import Sampler, fit_vocabulary
-from foredraft.shapes import StaticShape
+from foredraft.shapes import StaticShape, TreeShape
 from foredraft.target import Target, Window
 from foredraft.tree import TokenTree, chain_layout, static_ancestors, static_depths
 
+SELDOM = 16  # times that a chain is cut from a longer one before it is recorded itself
+DEEPEST = 16  # levels of such a longer chain at most
 AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to another order where rows were padded
 
 
@@ -81,15 +87,16 @@ class LoopFrame:
         """Of the rows that were loaded."""
         return tuple(each[: self._loaded] for each in outputs)
 
-    def tree(self, outputs: tuple[Tensor, ...]) -> TokenTree:
-        """The tree in what :meth:`run` left behind."""
+    def tree(self, outputs: tuple[Tensor, ...], depth: int) -> TokenTree:
+        """The tree in what :meth:`run` left behind; of a chain, the first ``depth`` tokens."""
         tokens, *rest = outputs[:-1]
         valid = rest.pop(0) if rest and rest[0].dtype == torch.bool else None
         q = rest.pop(0) if rest else None
         shape, proposal = self.request.shape, self.request.proposal
         assert isinstance(shape, StaticShape)
         if self.chain:
-            return TokenTree.from_chain(tokens, valid=valid, proposal=proposal, q=q)
+            assert valid is None
+            return TokenTree.from_chain(tokens[:, : depth + 1], proposal=proposal, q=None if q is None else q[:, :depth])
         return TokenTree.from_parents(tokens, shape.parents, valid=valid, proposal=proposal, q=q)
 
     def _begin(self) -> Tensor:
@@ -138,6 +145,7 @@ class RecordedLoop:
     def __init__(self, target: Target):
         self.target = target
         self.drafts = 0
+        self._cut: Counter[Hashable] = Counter()  # how often a chain was cut from a longer one
 
     def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
         """As of :class:`~foredraft.drafters.draft_loops.kernels.KernelLoop`."""
@@ -148,21 +156,24 @@ class RecordedLoop:
         self._catch_up(request)
         starts = tuple(len(row.ids) - 1 for row in request.rows)
         window = Window(0, len(starts), starts, request.shape.nodes + 1)
-        self.target.cache.enter(Window(0, len(starts), tuple(start - 1 for start in starts), window.nodes + 1))  # with the token before
-        rows, span = recordings.rows(len(starts)), recordings.span(max(starts) + 1 + request.shape.nodes)
-        if span is None:
+        played = self._longer(request, recordings) if chain else request
+        nodes = played.shape.nodes
+        self.target.cache.enter(Window(0, len(starts), tuple(start - 1 for start in starts), nodes + 2))  # with the token before
+        key = self._key(played, chain, recordings)
+        if key is None:
             return None
+        _, _, rows, span, *_ = key
         outcome = recordings.play(
-            ("loop", chain, rows, span, *self._way(request)),
-            lambda: LoopFrame(self.target, recordings.passes, request, chain, rows, span),
-            lambda frame: frame.load(request),
+            key,
+            lambda: LoopFrame(self.target, recordings.passes, played, chain, rows, span),
+            lambda frame: frame.load(played),
             rows=rows,
             span=span,
-            filler=span - request.shape.nodes - 2,
+            filler=span - nodes - 2,
         )
         if outcome.outputs is None:
             return None
-        tree = outcome.frame.tree(outcome.outputs)
+        tree = outcome.frame.tree(outcome.outputs, request.depth)
         if outcome.trial:
             if (why := self._differs(request, backend, outcome.outputs[-1], tree)) is not None:
                 recordings.refuse(why)
@@ -173,6 +184,25 @@ class RecordedLoop:
         self.target.cache.enter(window)
         own = torch.arange(tree.nodes).expand(tree.rows, -1) if chain else None
         return Growth(replace(tree, valid=within(tree, request)), self._fed(request), own)
+
+    def _key(self, request: DraftRequest, chain: bool, recordings: Recordings) -> tuple[Any, ...] | None:
+        """Of the recording of a draft; None where the cache has no room for it yet."""
+        rows = recordings.rows(len(request.rows))
+        span = recordings.span(max(len(row.ids) for row in request.rows) + request.shape.nodes)
+        return None if span is None else ("loop", chain, rows, span, *self._way(request))
+
+    def _longer(self, request: DraftRequest, recordings: Recordings) -> DraftRequest:
+        """The request itself, or the shortest longer chain that can be played in its place; its time says nothing of the request's own."""
+        key = self._key(request, True, recordings)
+        if recordings.has(key) or self._cut[key] >= SELDOM:
+            return request
+        for depth in range(request.depth + 1, DEEPEST + 1):
+            longer = replace(request, shape=TreeShape.chain(depth), depth=depth)
+            if recordings.has(self._key(longer, True, recordings)):
+                self._cut[key] += 1
+                recordings.settling += 1
+                return longer
+        return request
 
     def _fits(self, request: DraftRequest) -> bool:
         """Nothing that has to be known is known to the host alone."""
