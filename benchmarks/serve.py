@@ -22,7 +22,7 @@ from benchmarks.peer_process import FOREDRAFT, PeerError, WorkerProcess, variabl
 from benchmarks.report import Table
 from benchmarks.serve_load import Load, Tool, quantile
 from benchmarks.serve_plan import FIGURES, OURS, SIDES, Number, Rate, Run, ServeSettings
-from benchmarks.serve_servers import FASTEST, MODES, Mode, Server
+from benchmarks.serve_servers import FASTEST, MEMORY, MODES, Mode, Server
 from benchmarks.suite import Failure, Suite
 from foredraft.errors import ConfigurationError
 
@@ -313,5 +313,5 @@ def session(settings: ServeSettings) -> WorkerProcess:
     """The process of ``serve_session.py``."""
     alike = {**variables(FOREDRAFT, settings.peers_folder), **with_threads(FOREDRAFT, settings.threads)}  # as the server has them
     worker = WorkerProcess([sys.executable, "-m", "benchmarks.serve_session"], {}, env={**os.environ, **alike})
-    worker.ask(target=settings.target, drafter=settings.ours, dtype=settings.dtype, threads=settings.threads)
+    worker.ask(target=settings.target, drafter=settings.ours, dtype=settings.dtype, threads=settings.threads, cache_memory=MEMORY)
     return worker

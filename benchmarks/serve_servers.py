@@ -24,6 +24,7 @@ from benchmarks.serve_plan import LLAMACPP, OURS, VLLM, ServeSettings
 
 CONTEXT = 2048  # tokens of a row; the target has no more
 ROWS = 64
+MEMORY = "2GiB"  # of our cache, so that the server and the Session keep as many prompts
 NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "ignore_eos": True}
 
 
@@ -104,8 +105,18 @@ class Server:
         settings = self.settings
         flags = settings.fastest.split() if mode == "fastest" else settings.flags.split()
         command = [sys.executable, "-m", "foredraft", "serve", settings.target, "--drafter", settings.ours]
-        command += ["--dtype", settings.dtype, "--threads", str(settings.threads), "--max-rows", str(ROWS), "--no-page"]
-        return [*command, "--port", str(self.port), *flags]
+        command += [
+            "--dtype",
+            settings.dtype,
+            "--threads",
+            str(settings.threads),
+            "--max-rows",
+            str(ROWS),
+            "--no-page",
+            "--cache-memory",
+            MEMORY,
+        ]
+        return [*command, "--cache-memory", MEMORY, "--no-page", "--port", str(self.port), *flags]
 
     def _llamacpp(self, mode: str, target: Checkpoint, draft: Checkpoint) -> list[str]:
         peer, settings, threads = find(LLAMACPP, self.settings.peers_folder), self.settings, str(self.settings.threads)

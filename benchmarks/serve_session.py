@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Direct:
-    def __init__(self, target: str, drafter: str, dtype: str, threads: int):
+    def __init__(self, target: str, drafter: str, dtype: str, threads: int, cache_memory: str):
         import torch
 
         from foredraft import Speculator
@@ -17,7 +17,7 @@ class Direct:
 
         torch.set_num_threads(threads)
         self.tokenizer = load_tokenizer(target)
-        self.speculator = Speculator(target, drafter, rule="match", dtype=dtype)
+        self.speculator = Speculator(target, drafter, rule="match", dtype=dtype, cache_memory=cache_memory)
 
     def closed(self, prompts: list[str], clients: int, tokens: int, temperature: float) -> dict[str, Any]:
         """As many rows at a time as there would be clients, greedily or at temperature 1; tokens and seconds."""

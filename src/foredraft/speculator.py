@@ -115,9 +115,9 @@ class Speculator(TextInterface, Described):
         gguf_file: the name of a GGUF file at ``model``, a folder or a hub id; its linear layers keep their integers.
         tokenizer: for text in and text out; the model's own unless given.
         cache_memory: most memory for the keys and values of the target and of a draft model: a size such as ``"6GiB"``, a fraction of the
-            memory that is free when the Speculator is built, or ``"auto"`` for 0.8 of it. Where it is used up, rows wait. Where the
-            cache is one block (docs/memory.md), ``"auto"`` sets no limit. On a GPU, a size or a fraction makes it one of pages; models that
-            cannot have these refuse it.
+            memory that is free when the Speculator is built, or ``"auto"`` for that memory less what a pass needs. Where it is used up,
+            rows wait. Where the cache is one block (docs/memory.md), ``"auto"`` sets no limit. On a GPU, a size or a fraction makes it one
+            of pages; models that cannot have these refuse it.
         wait: where another thread is using this Speculator or a model of it, wait until it is done, instead of raising BusyError.
 
     Threads: one call runs at a time on a Speculator, and on a model object, however many Speculators use it. A call from a second
