@@ -41,11 +41,11 @@ DRAFTERS = {
 BESIDE = {"draft-model": 1, "eagle3": 1 / 3}  # what they keep beside a page, of a model of three layers, and of one layer as large
 
 
-def speculator_of(drafter="prompt-lookup", *, pages=None, **options):
+def speculator_of(drafter="prompt-lookup", *, pages=None, dtype=torch.float32, **options):
     memory = "auto" if pages is None else f"{pages * PAGE_BYTES}B"
     fixed = {} if drafter == "none" else {"shape": "chain(3)"}
     how = {"execution": "native", "cache_memory": memory, "rule": "match", **fixed, **options}
-    return Speculator(build("qwen3", torch.float32), DRAFTERS[drafter](), **how)
+    return Speculator(build("qwen3", dtype), DRAFTERS[drafter](), **how)
 
 
 def rows_of(count, seed=1):
@@ -82,10 +82,17 @@ def test_the_text_is_the_same_while_rows_wait(drafter, sampled):
     assert session.stats.memory.set_aside == session.memory.set_aside
 
 
-@pytest.mark.parametrize(("drafter", "seed"), covered(["none", "prompt-lookup", "draft-model", "eagle3"], range(3), ways=1))
-def test_the_text_is_the_same_while_rows_are_set_aside_at_random_rounds(drafter, seed, monkeypatch):
+@pytest.mark.parametrize(
+    ("drafter", "dtype", "seed"),
+    [
+        *covered(["none", "prompt-lookup", "draft-model", "eagle3"], [torch.float32], range(3), ways=1),
+        *itertools.product(["none", "draft-model"], [torch.bfloat16], [0]),
+    ],
+)
+def test_the_text_is_the_same_while_rows_are_set_aside_at_random_rounds(drafter, dtype, seed, monkeypatch):
+    """In bfloat16, too: kernels give the same bits whatever pieces a text is read in."""
     rows = rows_of(6, seed=2)
-    wanted = serve(speculator_of(drafter).session(), rows, new=40, do_sample=True)
+    wanted = serve(speculator_of(drafter, dtype=dtype).session(), rows, new=40, do_sample=True)
     dice, gone = random.Random(seed), []
 
     def excess(self, rows):
@@ -93,7 +100,7 @@ def test_the_text_is_the_same_while_rows_are_set_aside_at_random_rounds(drafter,
         return gone[-1]
 
     monkeypatch.setattr(Admission, "excess", excess)
-    assert serve(speculator_of(drafter).session(), rows, new=40, do_sample=True) == wanted and any(gone)
+    assert serve(speculator_of(drafter, dtype=dtype).session(), rows, new=40, do_sample=True) == wanted and any(gone)
 
 
 def test_a_batch_that_does_not_fit_at_once_is_generated_all_the_same():

@@ -9,7 +9,9 @@ from architectures import ARCHITECTURES
 from helpers import random_tree
 
 from foredraft import TokenTree
+from foredraft.models.page_stores import GONE
 from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PAGE
 from foredraft.target import Target
 
 
@@ -69,15 +71,34 @@ def through(targets, texts, seeds=range(3)):
         leaf = tree.parents.tolist()[0].index(0) if 0 in tree.parents.tolist()[0] else 1
         for target in targets:
             target.commit(torch.tensor([[0, leaf]] * rows), [2 if row == 0 else 1 for row in range(rows)])
+        committed(targets)
         chain = TokenTree.from_chain(tree.tokens[:, :5])
         close(*(target.score(chain) for target in targets))
         for target in targets:
             target.commit(None, [5 - row % 2 for row in range(rows)])
+        committed(targets)
         if rows > 1:
             for target in targets:
                 target.compact(list(range(1, rows)))
     one = torch.tensor([7] * len(targets[0].lengths))
     close(*(target.advance(one) for target in targets))
+
+
+def committed(targets):
+    """What the pages of the first target hold of its rows, apart from those that windows gave back, is what the other caches hold."""
+    paged, others = targets[0].cache, [target.cache for target in targets[1:]]
+    assert len({tuple(each.lengths) for each in (paged, *others)}) == 1
+    for row, length in enumerate(paged.lengths):
+        for index, layer in enumerate(paged.layers):
+            if not len(layer.keys):
+                continue
+            table = paged._store(index).tables[row]
+            there = [slot for slot in range(length) if table[slot // PAGE] != GONE]
+            pages, slots = torch.tensor([table[slot // PAGE] for slot in there]), torch.tensor(there)
+            assert there[-1] == length - 1
+            for name in ("keys", "values"):
+                mine = getattr(layer, name)[pages, :, slots % PAGE].transpose(0, 1)
+                close(mine, *(getattr(each.layers[index], name)[row, :, slots] for each in others))
 
 
 def stored(cache, row, length):

@@ -44,6 +44,7 @@ COLD, SLOW = 0.03, 1.5  # seconds that rounds which take so many times too long 
 SETTLING = 8  # rounds in a row whose seconds are left out because something is recorded; more of them are what rounds take
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
+ALIKE = 2  # times as many rows, or as few, are not measured: a server would measure for every number, while its first request waits
 NOTHING = search.chain(0)
 
 
@@ -108,7 +109,7 @@ class AutomaticPlanner(Planner):
     # -- before the first round -----------------------------------------------------------------------------------------
 
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
-        """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows.
+        """Read the profile, and measure what it lacks for about so many rows; the two seconds are shared between numbers of rows.
 
         What another process measured is checked by a few plain rounds at the beginning, and a few that draft. What was measured on a busy
         machine is not kept for others.
@@ -130,7 +131,8 @@ class AutomaticPlanner(Planner):
                 self._looks = 0  # tries at other exits are looks
                 self.costs.leave(drafter.info.exits.layer)
         left = self.budget / (1 + len(self.costs.target.points))
-        if (rows in self.costs.target.points and (drafter.info.exits is None or rows in self.costs.exits)) or left <= 0:
+        known = self.costs.target.points.keys() & (self.costs.exits if drafter.info.exits is not None else self.costs.target.points).keys()
+        if any(max(rows, each) <= ALIKE * min(rows, each) for each in known) or left <= 0:
             return 0.0
         share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
         if drafter.info.exits is not None:
