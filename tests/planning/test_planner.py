@@ -350,6 +350,17 @@ def test_a_slow_model_is_measured_at_fewer_sizes_within_the_budget():
     assert list(costs.target.points[1]) == [1]
 
 
+def test_about_so_many_rows_are_measured_once():
+    """The first request that comes to an idle server waits for it, and any number of others may have come with it."""
+    clock, planner = Clock(), AutomaticPlanner(largest_shape(branches=False))
+    planner.clock = clock
+    target, drafter = TimedTarget(clock, lambda rows, nodes: 1e-3 * (1 + rows * nodes)), PromptLookup()
+    waited = {rows: planner.prepare(target, drafter, rows) for rows in (1, 2, 3, 5, 6, 7, 16, 9, 31, 40, 16, 1)}
+    assert list(planner.costs.target.points) == [1, 3, 7, 16, 40]
+    assert all(waited[rows] == 0.0 for rows in (2, 5, 6, 9, 31))
+    assert planner.costs.target.at(2, 4) == pytest.approx(9e-3, rel=0.05)  # as in one row of eight
+
+
 def test_a_measured_draft_model_and_its_target_are_left_as_they_were():
     target, drafter = Target(tiny()), make_drafter("draft-model")
     drafter.bind(target)
