@@ -40,7 +40,7 @@ def test_exponentials_may_differ_in_their_last_bits_and_nothing_else():
     assert not any(gpu.alike(here, others).values())
 
 
-@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize("skipped", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_skipped_tests_have_not_passed(skipped, tmp_path, monkeypatch):
     """In a folder whose options are quiet, as those of this one are."""
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-q"\nmarkers = ["cuda: needs a GPU"]\n')

@@ -38,6 +38,7 @@ NOISE = ("tests/logits/test_noise.py", "tests/logits/test_keyed.py")
 CACHE = ("tests/target/test_cache.py",)
 PAGES = ("tests/models/test_pages.py",)
 PAGED = ("tests/models/test_paged_cache.py",)
+PASS_MEMORY = ("tests/models/test_pass_memory.py",)
 WINDOWS = ("tests/models/test_windows.py",)
 CHANGED = ("tests/target/test_changed.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
@@ -470,6 +471,15 @@ FAULTS = [
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
     Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
+    Fault(
+        "draft_model.py",
+        "            model.prefill([text], first=first)\n            model.compact(",
+        "            model.compact(",
+        ADMISSION,
+    ),
+    Fault("pass_memory.py", "        self._now -= size\n", "        pass\n", PASS_MEMORY),
+    Fault("pass_memory.py", 'scores = config._attn_implementation == "eager"', "scores = False", PASS_MEMORY),
+    Fault("target.py", "max(free - taken, AT_LEAST * free)", "free - taken", PASS_MEMORY),
     Fault("prefixes.py", "return (group, *text[: self.ahead])", "return group", SHARING),
     Fault("eagle3.py", "Texts(ahead=1)", "Texts()", SHARING),
     Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
@@ -708,4 +718,8 @@ FAULTS = [
     Fault("graphs.py", "        if self._full[key] >= FULL:\n", "        if False:\n", GRAPHS),
     Fault("graphs.py", "        self.settling += found is None or found.trials < TRIALS\n", "        self.settling += 1\n", GRAPHS),
     Fault("planner.py", "        if 0 < self._settling <= SETTLING:\n", "        if False:\n", COSTS),
+    Fault("planner.py", "<= ALIKE * min(rows, each)", "<= min(rows, each)", COSTS),
+    Fault("recorded.py", "tokens[:, : depth + 1], proposal", "tokens[:, -depth - 1 :], proposal", GRAPHS),
+    Fault("recorded.py", "                recordings.settling += 1\n", "", GRAPHS),
+    Fault("recorded.py", "or self._cut[key] >= SELDOM", "", GRAPHS),
 ]

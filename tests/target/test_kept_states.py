@@ -234,7 +234,11 @@ def test_on_a_gpu_the_memory_of_the_gpu_counts(monkeypatch):
     """And what torch has reserved there is free as far as it is not used."""
     for name, found in {"mem_get_info": (1000, 9000), "memory_reserved": 700, "memory_allocated": 500}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
-    assert [budget(each, torch.device("cuda", 0)) for each in ("auto", 0.5, "1MB")] == [(False, 960), (True, 600), (True, 10**6)]
+    assert [budget(each, torch.device("cuda", 0), lambda: None) for each in ("auto", 0.5, "1MB")] == [
+        (False, 960),
+        (True, 600),
+        (True, 10**6),
+    ]
 
 
 def test_a_budget_without_room_for_a_row_is_refused():

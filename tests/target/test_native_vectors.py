@@ -112,6 +112,7 @@ def test_instruction_sets_give_the_same_bits(dtype, left_out):
                 torch.testing.assert_close(numbers(other), numbers(one), rtol=2**-7, atol=size / 100)
 
 
+@pytest.mark.nightly
 @needs_kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
 def test_tiles_of_amx(tmp_path):

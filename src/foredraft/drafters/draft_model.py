@@ -258,7 +258,7 @@ class DraftModel(LearningDrafter):
         if self.foreign is None and not model.sourced and within and model.reuse_prefix and isinstance(model.cache, PagedCache):
             self._keep_to_budget()
             first = len(model.lengths)
-            model.open([text], isolations=[row.isolation])
+            model.open([text], reserve=[row.capacity], isolations=[row.isolation])
             model.prefill([text], first=first)
             model.compact(range(first))
 

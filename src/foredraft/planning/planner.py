@@ -131,7 +131,7 @@ class AutomaticPlanner(Planner):
                 self._looks = 0  # tries at other exits are looks
                 self.costs.leave(drafter.info.exits.layer)
         left = self.budget / (1 + len(self.costs.target.points))
-        known = self.costs.target.points.keys() & (self.costs.exits if drafter.info.exits is not None else self.costs.target.points).keys()
+        known = [each for each in self.costs.target.points if drafter.info.exits is None or each in self.costs.exits]
         if any(max(rows, each) <= ALIKE * min(rows, each) for each in known) or left <= 0:
             return 0.0
         share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)

@@ -65,8 +65,10 @@ def budget(memory: str | float, device: torch.device, margin: Callable[[], int |
             f"cache_memory={memory!r} is a fraction of the free memory, and this system does not say how much is free; give a size such as "
             "'6GiB'"
         )
-    if free is None or wanted is not None:
-        return wanted is not None, None if free is None or wanted is None else int(free * wanted)
+    if free is None:
+        return False, None
+    if wanted is not None:
+        return True, int(free * wanted)
     needed = margin()
     taken = UNKNOWN * free if needed is None else SPARE * free + needed
     return False, int(max(free - taken, AT_LEAST * free))
