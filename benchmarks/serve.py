@@ -289,7 +289,8 @@ class Serve(Suite[ServeSettings]):
             "All servers are loaded; one runs at a time and the others are stopped. Each cell begins with a run of a quarter of the "
             "tokens that does not count, then the servers take turns. The load tool is one process; a column has its CPU time.",
             "A peer's best mode in each cell is the one with the highest median; one that is slower than 0.75 of another in the "
-            "warm-up is not measured further. Caches of prompts are left as each server has them.",
+            "warm-up is not measured further. Caches of prompts are left as each server has them; ours and the Session's hold "
+            f"{MEMORY}.",
         ]
 
 

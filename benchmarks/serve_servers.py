@@ -105,17 +105,7 @@ class Server:
         settings = self.settings
         flags = settings.fastest.split() if mode == "fastest" else settings.flags.split()
         command = [sys.executable, "-m", "foredraft", "serve", settings.target, "--drafter", settings.ours]
-        command += [
-            "--dtype",
-            settings.dtype,
-            "--threads",
-            str(settings.threads),
-            "--max-rows",
-            str(ROWS),
-            "--no-page",
-            "--cache-memory",
-            MEMORY,
-        ]
+        command += ["--dtype", settings.dtype, "--threads", str(settings.threads), "--max-rows", str(ROWS)]
         return [*command, "--cache-memory", MEMORY, "--no-page", "--port", str(self.port), *flags]
 
     def _llamacpp(self, mode: str, target: Checkpoint, draft: Checkpoint) -> list[str]:

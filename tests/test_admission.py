@@ -26,7 +26,7 @@ from foredraft.drafters.several import Several
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
-from foredraft.target import target as target_module
+from foredraft.target import budgets
 
 pytestmark = needs_kernels
 
@@ -393,7 +393,7 @@ def test_budgets_that_make_no_sense_are_refused():
 
 def test_what_a_draft_takes_is_not_promised_to_the_cache(monkeypatch):
     free = [100 * PAGE_BYTES]
-    monkeypatch.setattr(target_module, "free_memory_of", lambda device: free[0])
+    monkeypatch.setattr(budgets, "free_memory_of", lambda device: free[0])
 
     class Large(PromptLookup):
         def bind(self, target):
@@ -405,7 +405,7 @@ def test_what_a_draft_takes_is_not_promised_to_the_cache(monkeypatch):
 
 
 def test_where_free_memory_is_not_known_a_fraction_is_refused(monkeypatch):
-    monkeypatch.setattr(target_module, "free_memory_of", lambda device: None)
+    monkeypatch.setattr(budgets, "free_memory_of", lambda device: None)
     assert speculator_of("none").target.budget is None
     with pytest.raises(ConfigurationError, match=r"cache_memory=0.5 is a fraction of the free memory.*give a size such as '6GiB'"):
         speculator_of("none", cache_memory=0.5)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from helpers import tiny
 from kernel_cases import build as described
 from kernel_cases import needs_kernels
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import Speculator
 from foredraft.models import pass_memory
 from foredraft.models.pass_memory import Peak, pass_bytes
-from foredraft.target import target as target_module
-from foredraft.target.target import PREFILL_TOKENS, SAMPLED, SPARE, UNKNOWN
+from foredraft.target import budgets
+from foredraft.target.budgets import SAMPLED, SPARE, UNKNOWN
+from foredraft.target.target import PREFILL_TOKENS, SCORED
 
 ROWS, TOKENS = 3, 96
 
@@ -48,6 +52,17 @@ def test_scores_of_eager_attention_count():
     assert pass_bytes(eager, ROWS, 512) - pass_bytes(fused, ROWS, 512) > 4 * ROWS * heads * 512 * 512
 
 
+def test_it_is_what_the_docs_say_of_a_large_model():
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    said = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert f"For Llama-3.1-8B in bfloat16 that is another {pass_bytes(model, 4, 1024) / 2**20:.0f} MiB" in said
+    assert f"at {SAMPLED} bytes each ({SAMPLED * SCORED >> 20} MiB)" in said
+
+
 def test_it_is_measured_once_and_unknown_where_it_fails(monkeypatch):
     calls = []
     monkeypatch.setattr(pass_memory, "_known", {})
@@ -60,7 +75,7 @@ def test_it_is_measured_once_and_unknown_where_it_fails(monkeypatch):
 @needs_kernels
 def test_auto_leaves_room_for_the_largest_pass(monkeypatch):
     free, model = [8 << 30], described("qwen3", torch.float32)
-    monkeypatch.setattr(target_module, "free_memory_of", lambda device: free[0])
+    monkeypatch.setattr(budgets, "free_memory_of", lambda device: free[0])
 
     def budget() -> int:
         made = Speculator(model, "none", execution="native")
@@ -73,11 +88,11 @@ def test_auto_leaves_room_for_the_largest_pass(monkeypatch):
         asked.append((rows, tokens))
         return 3 << 20
 
-    monkeypatch.setattr(target_module, "pass_bytes", measured)
+    monkeypatch.setattr(budgets, "pass_bytes", measured)
     logits = SAMPLED * PREFILL_TOKENS * model.config.vocab_size
     assert budget() == int((1 - SPARE) * free[0] - (3 << 20) - logits)
     assert asked[0][0] * asked[0][1] >= PREFILL_TOKENS / 2
     free[0] = 10 << 20  # what a pass takes would leave nothing
     assert budget() == free[0] // 2
-    monkeypatch.setattr(target_module, "pass_bytes", lambda *about: None)
+    monkeypatch.setattr(budgets, "pass_bytes", lambda *about: None)
     assert budget() == int((1 - UNKNOWN) * free[0])

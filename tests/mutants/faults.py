@@ -479,7 +479,7 @@ FAULTS = [
     ),
     Fault("pass_memory.py", "        self._now -= size\n", "        pass\n", PASS_MEMORY),
     Fault("pass_memory.py", 'scores = config._attn_implementation == "eager"', "scores = False", PASS_MEMORY),
-    Fault("target.py", "max(free - taken, AT_LEAST * free)", "free - taken", PASS_MEMORY),
+    Fault("budgets.py", "max(free - taken, AT_LEAST * free)", "free - taken", PASS_MEMORY),
     Fault("prefixes.py", "return (group, *text[: self.ahead])", "return group", SHARING),
     Fault("eagle3.py", "Texts(ahead=1)", "Texts()", SHARING),
     Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
@@ -720,6 +720,7 @@ FAULTS = [
     Fault("planner.py", "        if 0 < self._settling <= SETTLING:\n", "        if False:\n", COSTS),
     Fault("planner.py", "<= ALIKE * min(rows, each)", "<= min(rows, each)", COSTS),
     Fault("recorded.py", "tokens[:, : depth + 1], proposal", "tokens[:, -depth - 1 :], proposal", GRAPHS),
+    Fault("recorded.py", "else q[:, :depth])", "else q[:, -depth:])", GRAPHS),
     Fault("recorded.py", "                recordings.settling += 1\n", "", GRAPHS),
     Fault("recorded.py", "or self._cut[key] >= SELDOM", "", GRAPHS),
 ]

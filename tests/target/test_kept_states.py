@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator, TokenTree
 from foredraft.backends.states import KEPT, State, StateStore
 from foredraft.target import Target
-from foredraft.target.target import budget
+from foredraft.target.budgets import budget
 
 HOW = {"falcon_alibi": "sdpa", "qwen3_next": "sdpa", "zamba2": "sdpa"}
 FAMILIES = ["gpt_neo", "falcon_alibi", "qwen3_next", "zamba2", "mamba2", "rwkv"]  # caches that are cut, mixed, recurrent, no cache

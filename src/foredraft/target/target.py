@@ -18,7 +18,7 @@ from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.rollback import RollbackCache
 from foredraft.backends.states import RowMemory
-from foredraft.device import autocast_on, free_memory_of, to_device, without_autocast
+from foredraft.device import autocast_on, to_device, without_autocast
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words, parse_memory
@@ -29,9 +29,9 @@ from foredraft.models.layers import layer_count
 from foredraft.models.page_stores import pages_of
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE, PagePool
-from foredraft.models.pass_memory import pass_bytes
 from foredraft.models.source_runs import RunPool, SourcedPages
 from foredraft.models.support import ModelFacts, describe, unwrap
+from foredraft.target.budgets import budget, largest_pass
 from foredraft.target.passes import Passes
 from foredraft.target.prefixes import KEEPING, Companion, Texts
 from foredraft.tree import TokenTree
@@ -41,37 +41,8 @@ PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 SCORED = 1 << 24  # most logits of a scored prompt in one pass
 SOURCE = 64  # tokens of the source with which a model is timed
-SPARE = 0.05  # of the memory that is free, which "auto" leaves to others, besides what a pass takes
-UNKNOWN = 0.2  # of it, which "auto" leaves where that cannot be measured
-AT_LEAST = 0.5  # of it, which "auto" takes in any case
-SAMPLED = 16  # bytes for each logit, to choose tokens: copies in float32
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 FAR = 1 << 30  # tokens of a text of which no window sees all
-
-
-def budget(memory: str | float, device: torch.device, margin: Callable[[], int | None]) -> tuple[bool, int | None]:
-    """Whether an amount of memory was asked for, rather than "auto"; and the bytes that a cache on ``device`` may take, None for no limit.
-    ``margin()`` says what passes take besides, if that is known.
-
-    Raises:
-        ConfigurationError: not an amount of memory, or a fraction where the system does not say how much is free.
-    """
-    wanted = parse_memory(memory)
-    if isinstance(wanted, int):
-        return True, wanted
-    free = free_memory_of(device)
-    if free is None and wanted is not None:
-        raise ConfigurationError(
-            f"cache_memory={memory!r} is a fraction of the free memory, and this system does not say how much is free; give a size such as "
-            "'6GiB'"
-        )
-    if free is None:
-        return False, None
-    if wanted is not None:
-        return True, int(free * wanted)
-    needed = margin()
-    taken = UNKNOWN * free if needed is None else SPARE * free + needed
-    return False, int(max(free - taken, AT_LEAST * free))
 
 
 def nothing_beside() -> tuple[int, int]:
@@ -234,15 +205,14 @@ class Target(Passes):
         self._limit()
 
     def _largest_pass(self) -> int | None:
-        """Bytes that a pass takes at most besides the cache: over as much of prompts as is read at once, and for the logits of as many
-        nodes as are scored at once."""
+        """Bytes that a pass takes at most besides the cache; None if that is not known."""
         if self._counted is None:
             return 0  # nothing is limited
         if not isinstance(self.cache, PagedCache):
             return None
         tokens = min(self._asked_chunk, self.trained or self._asked_chunk)
-        found = pass_bytes(self.model, max(1, PREFILL_TOKENS // tokens), tokens)
-        return None if found is None else found + SAMPLED * min(SCORED, PREFILL_TOKENS * self.vocab_size)
+        logits = min(SCORED, PREFILL_TOKENS * self.vocab_size)
+        return largest_pass(self.model, max(1, PREFILL_TOKENS // tokens), tokens, logits)
 
     def _limit(self) -> None:
         """The cache may have so many pages.

@@ -156,12 +156,11 @@ class RecordedLoop:
         self._catch_up(request)
         starts = tuple(len(row.ids) - 1 for row in request.rows)
         window = Window(0, len(starts), starts, request.shape.nodes + 1)
-        played = self._longer(request, recordings) if chain else request
-        nodes = played.shape.nodes
-        self.target.cache.enter(Window(0, len(starts), tuple(start - 1 for start in starts), nodes + 2))  # with the token before
-        key = self._key(played, chain, recordings)
+        played, key = self._played(request, chain, recordings)
         if key is None:
             return None
+        nodes = played.shape.nodes
+        self.target.cache.enter(Window(0, len(starts), tuple(start - 1 for start in starts), nodes + 2))  # with the token before
         _, _, rows, span, *_ = key
         outcome = recordings.play(
             key,
@@ -191,18 +190,19 @@ class RecordedLoop:
         span = recordings.span(max(len(row.ids) for row in request.rows) + request.shape.nodes)
         return None if span is None else ("loop", chain, rows, span, *self._way(request))
 
-    def _longer(self, request: DraftRequest, recordings: Recordings) -> DraftRequest:
-        """The request itself, or the shortest longer chain that can be played in its place; its time says nothing of the request's own."""
-        key = self._key(request, True, recordings)
-        if recordings.has(key) or self._cut[key] >= SELDOM:
-            return request
+    def _played(self, request: DraftRequest, chain: bool, recordings: Recordings) -> tuple[DraftRequest, tuple[Any, ...] | None]:
+        """What is played for a request, and its key: the request itself or, for a chain without a recording, the shortest longer one that
+        has one. The time of that says nothing of the request's own."""
+        key = self._key(request, chain, recordings)
+        if not chain or recordings.has(key) or self._cut[key] >= SELDOM:
+            return request, key
         for depth in range(request.depth + 1, DEEPEST + 1):
             longer = replace(request, shape=TreeShape.chain(depth), depth=depth)
-            if recordings.has(self._key(longer, True, recordings)):
+            if recordings.has(other := self._key(longer, chain, recordings)):
                 self._cut[key] += 1
                 recordings.settling += 1
-                return longer
-        return request
+                return longer, other
+        return request, key
 
     def _fits(self, request: DraftRequest) -> bool:
         """Nothing that has to be known is known to the host alone."""
