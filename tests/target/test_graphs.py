@@ -28,7 +28,7 @@ from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.draft_loops.recorded import SELDOM, LoopFrame
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.several import Several
-from foredraft.logits.noise import _token_hashes
+from foredraft.logits.noise import Noise, _token_hashes
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.paged_cache import PagedCache
@@ -488,8 +488,9 @@ def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, option
             torch.testing.assert_close(mine.q, wanted.q, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("drawn", [False, True])
 @torch.inference_mode()
-def test_a_chain_without_a_recording_is_cut_from_a_longer_one(taped):
+def test_a_chain_without_a_recording_is_cut_from_a_longer_one(drawn, taped):
     """As where a text ends. One that comes up again and again is recorded itself."""
     target, drafters = Target(tiny(), execution="eager"), [DraftModel(perturbed(), execution=each) for each in ("graphs", "eager")]
     rows = [Line(slot, list(text)) for slot, text in enumerate(prompts((30, 21), seed=3))]
@@ -500,8 +501,11 @@ def test_a_chain_without_a_recording_is_cut_from_a_longer_one(taped):
     lengths = [*[4] * (WARM + 1), *[2] * (SELDOM + WARM + 1), 4, 2, 3]
     for step, length in enumerate(lengths):
         before = recordings.settling
-        mine, wanted = (drafter.draft(wish(rows, f"chain({length})")) for drafter in drafters)
+        mine, wanted = (drafter.draft(wish(rows, f"chain({length})", drawn=drawn)) for drafter in drafters)
         assert torch.equal(mine.tokens, wanted.tokens) and mine.nodes == length + 1
+        assert (mine.q is None) == (wanted.q is None) == (not drawn)
+        if drawn:
+            torch.testing.assert_close(mine.q, wanted.q, atol=1e-5, rtol=1e-4)
         accepted = [step % (length + 1), 0]
         for row, kept in zip(rows, accepted):
             row.ids += [*mine.tokens[row.slot, 1 : kept + 1].tolist(), (5 * step + row.slot) % 120 + 3]
@@ -521,10 +525,13 @@ class Line:
         self.slot, self.ids, self.capacity, self.prompt_length = slot, ids, 500, 1
 
 
-def wish(rows: list[Line], shape: str) -> DraftRequest:
-    count, wanted = len(rows), TreeShape.parse(shape)
-    sampler = Sampler([Pipeline()] * count, [False] * count, [len(row.ids) for row in rows], None, lambda: torch.zeros(0))
-    return DraftRequest(rows, wanted, wanted.depth, [wanted.depth] * count, "deterministic", False, 128, torch.device("cpu"), sampler)
+def wish(rows: list[Line], shape: str, *, drawn: bool = False) -> DraftRequest:
+    """Of the likeliest tokens, or of tokens that are ``drawn`` from q."""
+    count, wanted, lengths = len(rows), TreeShape.parse(shape), [len(row.ids) for row in rows]
+    noise = Noise(torch.tensor([7 + row.slot for row in rows]), torch.tensor(lengths) - 1) if drawn else None
+    sampler = Sampler([Pipeline()] * count, [drawn] * count, lengths, noise, lambda: torch.zeros(0))
+    how = ("iid", True) if drawn else ("deterministic", False)
+    return DraftRequest(rows, wanted, wanted.depth, [wanted.depth] * count, *how, 128, torch.device("cpu"), sampler)
 
 
 @pytest.mark.parametrize("shape", [pytest.param("chain(3)", marks=pytest.mark.nightly), "product(2,1)"])
