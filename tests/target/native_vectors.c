@@ -155,6 +155,7 @@ static const uint16_t *float16s(int count) {
 static void products(void) {
     value *x = values(MOST_TOKENS * K, -1.0f, 1.0f);
     for (int t = 0; t < MOST_TOKENS; t += 3) put_number(x + t * K + any() % K, 600.0f); /* beside which integers of 16 bits do not do */
+    for (int t = 1; t < MOST_TOKENS; t += 3) put_number(x + t * K + any() % K, 0x1.fep3f); /* all bits set, so that 15 bits would not do */
     const value *weights = values(N * K, -0.1f, 0.1f), *bias = values(N, -1.0f, 1.0f), *scale = values(N, 0.001f, 0.01f);
     int32_t *order = room(K * sizeof(int32_t));
     for (int i = 0; i < K; i++) order[i] = (i * 5 + 3) % K;

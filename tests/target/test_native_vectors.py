@@ -26,7 +26,8 @@ KEPT = Path(__file__).parents[2] / "build" / "vectors"
 FLAGS = ("-O1", "-ffp-contract=off", "-pthread", "-std=c11", "-I", str(native.SOURCE.parent), str(SOURCE))
 STRICT = ("-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror")
 ARM = {"neon": "-march=armv8-a", "bf16": "-march=armv8.2-a+fp16+bf16+i8mm"}
-X86 = {"avx2": "-march=haswell", "avx512": "-march=skylake-avx512"}
+X86 = {"avx2": "-march=haswell", "avx512": "-march=skylake-avx512", "vnni": "-march=cascadelake"}
+FLAG = {"avx512": "avx512dq", "vnni": "avx512_vnni"}  # that a CPU has
 SANITIZED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 needs_arm = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def here() -> list[str]:
     """The instruction sets that can be run, the plainest first."""
     if platform.machine() == "aarch64":
         return list(ARM)[: 2 if "bf16" in native.cpu_flags() else 1]
-    return ["avx2", *(["avx512"] if "avx512dq" in native.cpu_flags() else []), *ARM]
+    return ["avx2", *(name for name, flag in FLAG.items() if flag in native.cpu_flags()), *ARM]
 
 
 def kept_at(command: list[str], run: list[str]) -> Path:
@@ -87,8 +88,8 @@ def differing(some: list[list[str]], others: list[list[str]]) -> set[str]:
 @pytest.mark.parametrize(
     ("dtype", "left_out"),
     [
-        (torch.float32, ("bf16",)),
-        (torch.bfloat16, ("avx512", "neon")),
+        (torch.float32, ("bf16", "vnni")),
+        (torch.bfloat16, ("avx512", "neon")),  # vnni has the same but for weights in groups
         pytest.param(torch.float32, (), marks=pytest.mark.nightly),
         pytest.param(torch.bfloat16, (), marks=pytest.mark.nightly),
     ],

@@ -188,7 +188,7 @@ def by_expert(x: Tensor, weight: GroupedTensor, *, offs: Tensor) -> Tensor:
     return out
 
 
-SIXTEEN = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]  # weights in the order of their upper two bits; it is its own inverse
+SIXTEEN = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # weights in the order of their upper two bits
 PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
 
 
@@ -196,14 +196,14 @@ def codes_from(packed: Tensor, bits: int) -> Tensor:
     """Unpack ``[..., K * bits / 8]`` into integers ``[..., K]`` uint8."""
     if bits == 6:
         blocks = packed.reshape(*packed.shape[:-1], -1, 12)
-        upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., SIXTEEN]
+        upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., [SIXTEEN.index(weight) for weight in range(16)]]
         return (codes_from(blocks[..., :8], 4) | upper << 4).flatten(-2)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their
-    upper two in the order of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
+    upper two in the order of :data:`SIXTEEN`: the byte that has the upper bits of a weight lies as its byte of lower bits does."""
     if bits == 6:
         blocks = codes.reshape(*codes.shape[:-1], -1, 16)
         upper = (blocks >> 4)[..., SIXTEEN].reshape(*blocks.shape[:-1], 4, 4)

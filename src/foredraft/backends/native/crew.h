@@ -5,6 +5,10 @@
  * take, the others recompute its chunk, and its own late result is dropped. Nobody waits for helpers that never start. The bits of a result
  * depend neither on which thread computes a chunk nor on the number of threads.
  *
+ * In most phases all threads take chunks from one range. Where a chunk reads weights that lie behind those of the chunk before, each thread
+ * begins with a range of its own, and takes chunks from the others' when that is empty: hardware prefetchers read beyond the end of a chunk,
+ * and what they read is then used.
+ *
  * A phase:
  *     for (int i = first(w, chunks); i >= 0; i = next(w)) {
  *         ... compute chunk i from the results of earlier phases, into this thread's own memory ...
@@ -33,6 +37,7 @@
 #define APART _Alignas(128)
 #define BITS 24 /* low bits of `next` and `done`, which count chunks; the bits above count phases */
 #define CHUNKS (1 << 20) /* entries of `phases`; who wins chunk i also computes chunks i + CHUNKS, i + 2 * CHUNKS, .. */
+#define RANGES 16 /* of the chunks of a phase, at most; further threads share them */
 #define CLOSED (1u << 31) /* no further helper may join */
 #define ASLEEP (1u << 30) /* the caller waits for the others to leave */
 #ifdef __aarch64__
@@ -70,12 +75,17 @@ typedef struct Worker Worker;
 typedef void Work(Worker *w, const void *job);
 
 typedef struct {
-    APART _Atomic uint64_t next;   /* the phase, and the first chunk that nobody has taken */
+    APART _Atomic uint64_t taken; /* the last phase in which a chunk was taken, and how many were */
+} Range;
+
+typedef struct {
+    Range ranges[RANGES];
+    APART _Atomic uint64_t now;    /* the phase */
     APART _Atomic uint64_t done;   /* the phase, and how many chunks are in place */
     APART _Atomic uint32_t rounds; /* jobs started so far; helpers wait for a change */
     _Atomic int sleeping;          /* number of sleeping helpers */
     APART _Atomic uint32_t inside; /* number of working helpers, plus the flags CLOSED and ASLEEP */
-    _Atomic int taken;             /* a caller has the crew */
+    _Atomic int busy;              /* a caller has the crew */
     APART Work *work;
     const void *job;
     int threads, helpers; /* threads wanted, including the caller; helpers started */
@@ -92,11 +102,12 @@ struct Worker {
     Crew *crew; /* null: the caller works alone */
     int number, threads;
     uint64_t phase;
+    int ranges; /* of the phase */
     int count, item, won, looked; /* chunks of the phase; the current one; whether it is this thread's; where to look for one to recompute */
     uint64_t since, span;         /* when the current chunk was taken; duration of the last one; in ticks */
 };
 
-static Crew of_this_library = {.next = 1 << BITS, .done = 1 << BITS, .inside = CLOSED, .begin = 1, .got = {2.0, 1.0}};
+static Crew of_this_library = {.now = 1, .done = 1 << BITS, .inside = CLOSED, .begin = 1, .got = {2.0, 1.0}};
 static Crew *crew = &of_this_library;
 
 /* All kernels of a process share one crew: that of the library that was loaded first. */
@@ -118,7 +129,7 @@ INLINE int mine(Worker *w) {
 static int wait_for_others(Worker *w, int chunks) {
     const uint64_t patience = 2 * w->span + 2 * MICROSECOND;
     uint64_t since = ticks();
-    while (atomic_load_explicit(&w->crew->next, memory_order_acquire) >> BITS == w->phase) {
+    while (atomic_load_explicit(&w->crew->now, memory_order_acquire) == w->phase) {
         if (w->looked < chunks || ticks() - since > patience) {
             if (w->looked >= chunks) w->looked = 0;
             for (; w->looked < chunks; w->looked++)
@@ -132,6 +143,23 @@ static int wait_for_others(Worker *w, int chunks) {
     return -1;
 }
 
+/* A chunk that nobody has taken, from this thread's own range first; -1 if there is none */
+static int take(Worker *w, int chunks) {
+    for (int i = 0; i < w->ranges; i++) {
+        const int number = (w->number + i) % w->ranges, begin = (int64_t)chunks * number / w->ranges;
+        const int size = (int64_t)chunks * (number + 1) / w->ranges - begin;
+        _Atomic uint64_t *range = &w->crew->ranges[number].taken;
+        uint64_t at = atomic_load_explicit(range, memory_order_acquire);
+        while (at >> BITS <= w->phase) {
+            const uint64_t from = at >> BITS == w->phase ? at : w->phase << BITS; /* it may be of an earlier phase */
+            const int count = from & ((1 << BITS) - 1);
+            if (count >= size) break;
+            if (atomic_compare_exchange_weak(range, &at, from + 1)) return begin + count;
+        }
+    }
+    return -1;
+}
+
 static int next(Worker *w) {
     if (!w->crew) return ++w->item < w->count ? w->item : -1;
     Crew *c = w->crew;
@@ -141,25 +169,27 @@ static int next(Worker *w) {
         w->won = 0, w->item %= CHUNKS;
         if (atomic_fetch_add(&c->done, 1) + 1 == (w->phase << BITS) + chunks) { /* the last chunk: start the next phase */
             atomic_store(&c->done, (w->phase + 1) << BITS);
-            atomic_store(&c->next, (w->phase + 1) << BITS);
+            atomic_store(&c->now, w->phase + 1);
         }
     }
-    uint64_t at = atomic_load_explicit(&c->next, memory_order_acquire);
-    while (at >> BITS == w->phase && (int)(at & ((1 << BITS) - 1)) < chunks)
-        if (atomic_compare_exchange_weak(&c->next, &at, at + 1)) {
-            const uint64_t now = ticks();
-            if (w->since) w->span = now - w->since;
-            w->since = now;
-            return w->item = at & ((1 << BITS) - 1);
-        }
+    const int taken = take(w, chunks);
+    if (taken >= 0) {
+        const uint64_t now = ticks();
+        if (w->since) w->span = now - w->since;
+        w->since = now;
+        return w->item = taken;
+    }
     if (w->since) w->span = ticks() - w->since, w->since = 0;
     return wait_for_others(w, chunks);
 }
 
-INLINE int first(Worker *w, int count) {
-    w->count = count, w->item = -1, w->won = 0, w->since = 0, w->looked = INT_MAX;
+INLINE int first_of(Worker *w, int count, int ranges) {
+    w->ranges = ranges, w->count = count, w->item = -1, w->won = 0, w->since = 0, w->looked = INT_MAX;
     return count > 0 ? next(w) : -1;
 }
+INLINE int first(Worker *w, int count) { return first_of(w, count, 1); }
+/* The same, with a range for each thread */
+INLINE int first_in_range(Worker *w, int count) { return first_of(w, count, w->threads < RANGES ? w->threads : RANGES); }
 
 /* Spin until there is work, then sleep. A long gap between two clock reads means that this thread was preempted: it then spins for a shorter
  * time from now on. */
@@ -219,9 +249,9 @@ static void *help(void *number) {
 
 /* A forked process has no helpers. */
 static void alone_again(void) {
-    crew->helpers = 0, crew->begin = (crew->next >> BITS) + 1;
-    atomic_store(&crew->taken, 0), atomic_store(&crew->sleeping, 0), atomic_store(&crew->inside, CLOSED);
-    atomic_store(&crew->next, crew->begin << BITS), atomic_store(&crew->done, crew->begin << BITS);
+    crew->helpers = 0, crew->begin = crew->now + 1;
+    atomic_store(&crew->busy, 0), atomic_store(&crew->sleeping, 0), atomic_store(&crew->inside, CLOSED);
+    atomic_store(&crew->now, crew->begin), atomic_store(&crew->done, crew->begin << BITS);
 }
 
 static void watch_forks(void) { pthread_atfork(0, 0, alone_again); }
@@ -260,7 +290,7 @@ static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
 static void together(int threads, Work *work, const void *job) {
     Crew *c = crew;
     Worker alone = {.threads = 1};
-    if (threads < 2 || atomic_exchange(&c->taken, 1)) {
+    if (threads < 2 || atomic_exchange(&c->busy, 1)) {
         work(&alone, job);
         return;
     }
@@ -277,5 +307,5 @@ static void together(int threads, Work *work, const void *job) {
         judge(c, now);
         c->looked = ticks();
     }
-    atomic_store(&c->taken, 0);
+    atomic_store(&c->busy, 0);
 }

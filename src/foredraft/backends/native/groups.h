@@ -10,9 +10,10 @@
  * does not depend on the number of tokens.
  *
  * In bfloat16 these sums are sums of integers: a CPU multiplies sixteen 16-bit numbers at the cost of eight 32-bit ones, and weights need no
- * conversion. The inputs of a part become 16-bit integers times a power of two. That is exact for every input of at least 1/128 of the
+ * conversion. The inputs of a part become 16-bit integers times a power of two. That is exact for every input of at least 1/64 of the
  * part's largest; smaller ones are rounded. If more than a quarter would be rounded, because one input is far larger than the rest, the
- * remainders of all inputs become integers for a second sum. The integer sums are exact.
+ * remainders of all inputs become integers for a second sum. The integer sums are exact. Where a CPU has instructions for products of bytes
+ * (VNNI), the low and the high bytes of the integers have sums of their own: four weights are then ready for their product at once.
  *
  * In float32 the products are exact, but not the sums. The bits of a weight are masked in place rather than shifted down, and its input is
  * multiplied beforehand by the inverse power of two, which is exact. A weight then costs two operations before its product.
@@ -26,6 +27,7 @@
 #define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight in a word; of 6-bit weights the lower ones */
 #define INPUTS_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 4 : (kind) == GROUPS_OF_SIX ? 16 : 8) /* whose weights are read together */
 #define WORDS_OF(kind, inputs) ((size_t)(inputs) / INPUTS_OF(kind) * ((kind) == GROUPS_OF_SIX ? 3 : 1)) /* of one output */
+#define UPPER_OF(word, nibble) ((nibble) / 2 * 8 + (word) * 4 + (nibble) % 2 * 2) /* where the upper bits of a 6-bit weight begin in their word */
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
@@ -59,13 +61,43 @@ INLINE int part_end(const Matrix *m, int k, int K) {
 }
 
 /* Types that depend on the dtype: `given`, a prepared input; `digit`, PAIR weights of each of 16 outputs; `sum`, 16 accumulators; `whole`, the
- * sum of the inputs of a Part, which also has the power of two that they were divided by. */
-#ifdef BF16
+ * sum of the inputs of a Part, which also has the power of two that they were divided by. The sums of ABREAST(n) blocks for n tokens fit into
+ * registers. */
+#if defined(BF16) && defined(IN_BYTES)
+typedef int16_t given;
+typedef i32 digit;
+typedef struct {
+    i32 low, high;
+} sum;
+typedef int32_t whole;
+#define PAIR 4
+#define OFFSET(kind) ((kind) == GROUPS_OF_E2M1 ? 12 : 0) /* added to weights, which are then not negative */
+#define ABREAST(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? BLOCKS / 2 : 1)
+
+/* Four weights as bytes: of eight in a word, every second one */
+INLINE digit digits(i32 words, int j, int kind) {
+    if (kind == GROUPS_OF_EIGHT) return words;
+    const i32 found = i32_and(j ? i32_right(words, 4) : words, i32_of(0x0f0f0f0f));
+    return kind == GROUPS_OF_E2M1 ? i32_bytes_of_e2m1(found) : found;
+}
+INLINE digit six_digits(const uint32_t *words, int j) {
+    const i32 lower = digits(i32_load(words + j / 8 * OUTPUTS), j % 8, GROUPS_OF_FOUR), upper = i32_load(words + 2 * OUTPUTS);
+    const int place = UPPER_OF(j / 8, j % 8 / 4); /* in each byte */
+    return i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x30303030)));
+}
+INLINE sum gathered_digit(sum s, digit w, const given *x) {
+    return (sum){i32_add_bytes(s.low, w, (const int8_t *)x), i32_add_bytes(s.high, w, (const int8_t *)x + 4)};
+}
+INLINE sum begun_sum(i32 zero, whole inputs) { return (sum){i32_mul(zero, i32_of(-inputs)), i32_zero()}; }
+INLINE f32 ended_sum(sum s) { return i32_to_f32(i32_add(s.low, i32_left(s.high, 8))); }
+#elif defined(BF16)
 typedef int16_t given;
 typedef i32 digit;
 typedef i32 sum;
 typedef int32_t whole;
 #define PAIR 2
+#define OFFSET(kind) 0
+#define ABREAST(n) TOGETHER(n)
 
 /* Weight j / PAIR of the lower half of each word, and the same weight of its upper half */
 INLINE digit digits(i32 words, int j, int kind) {
@@ -74,10 +106,11 @@ INLINE digit digits(i32 words, int j, int kind) {
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
-/* The same of 6-bit weights, j < 16: the upper bits of a pair lie j bits above the lowest of each half */
+/* The same of 6-bit weights, j < 16 */
 INLINE digit six_digits(const uint32_t *words, int j) {
+    const int place = UPPER_OF(j / 8, j % 8 / PAIR); /* in each half */
     const i32 lower = digits(i32_load(words + j / 8 * OUTPUTS), j % 8, GROUPS_OF_FOUR), upper = i32_load(words + 2 * OUTPUTS);
-    return i32_xor(lower, i32_and(j < 4 ? i32_left(upper, 4 - j) : i32_right(upper, j - 4), i32_of(0x00300030)));
+    return i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x00300030)));
 }
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
@@ -88,6 +121,8 @@ typedef f32 digit;
 typedef f32 sum;
 typedef float whole;
 #define PAIR 1
+#define OFFSET(kind) 0
+#define ABREAST(n) TOGETHER(n)
 
 INLINE digit digits(i32 words, int j, int kind) {
     const int bits = WIDTH_OF(kind);
@@ -97,7 +132,7 @@ INLINE digit digits(i32 words, int j, int kind) {
     return i32_to_f32(j + 1 < 32 / bits ? i32_and(words, i32_of(mask)) : i32_right(words, bits * j));
 }
 INLINE digit six_digits(const uint32_t *words, int j) {
-    const int place = j % 8 / 4 * 16 + j / 8 * 8 + j % 4 * 2; /* of the upper bits */
+    const int place = UPPER_OF(j / 8, j % 8);
     const i32 lower = i32_and(i32_right(i32_load(words + j / 8 * OUTPUTS), j % 8 * 4), i32_of(15)), upper = i32_load(words + 2 * OUTPUTS);
     return i32_to_f32(i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x30))));
 }
@@ -112,7 +147,7 @@ typedef struct {
 } Part;
 
 #ifdef BF16
-/* Round inputs to integers times 2^(place - 127). For digits(), the inputs of the two halves of a word alternate. x keeps the remainders;
+/* Round inputs to integers times 2^(place - 127), in the order of digits(). x keeps the remainders;
  * returns how many are not zero. */
 INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
     const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
@@ -123,7 +158,11 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
         x[i / 16] = f32_fnma(i32_to_f32(integers), unit, x[i / 16]);
         left += 16 - __builtin_popcount(f32_equal(x[i / 16], f32_zero()));
         all = i32_add(all, integers);
+#ifdef IN_BYTES
+        i32_to_bytes(out + i, integers, bits == 4);
+#else
         i32_to_alternating(out + i, integers, 16 / bits);
+#endif
     }
     *part = (Part){i32_sum(all), f32_first(unit)};
     return left;
@@ -138,10 +177,12 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
         all[i / 16] = in_order(m, x, k + i);
         most = i32_max(most, i32_and(f32_as_i32(all[i / 16]), i32_of(0x7fffffff)));
     }
-    const int largest = i32_most(most) >> 23, place = (largest < 15 ? 15 : largest) - 14; /* biased exponents: the largest input gets 15 bits */
+    const unsigned largest = i32_most(most);
+    const int exponent = (largest + 0x10000) >> 23; /* of the largest input, one more if its bits are all set: 15 bits would not do */
+    const int place = (exponent < 15 ? 15 : exponent) - 14, finite = largest < 0x7f800000;
     const int left = whole_numbers(all, end - k, place, bits, out, part);
-    if (largest == 255) part->scale = __builtin_nanf("");
-    if (left * 4 <= end - k || place < 15 || largest == 255) return 0;
+    if (!finite) part->scale = __builtin_nanf("");
+    if (left * 4 <= end - k || place < 15 || !finite) return 0;
     whole_numbers(all, end - k, place - 14, bits, rest, rest_part);
     return 1;
 }
@@ -216,17 +257,17 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, const char *soon) {
     const int count = INPUTS_OF(kind);
-    for (int c = 0; c < BLOCKS; c += TOGETHER(n)) {
+    for (int c = 0; c < BLOCKS; c += ABREAST(n)) {
         sum sums[BLOCKS][TOKENS];
-        for (int b = 0; b < TOGETHER(n); b++)
-            for (int t = 0; t < n; t++) sums[b][t] = begun_sum(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), parts[t].sum);
+        for (int b = 0; b < ABREAST(n); b++)
+            for (int t = 0; t < n; t++) sums[b][t] = begun_sum(i32_add(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), i32_of(OFFSET(kind))), parts[t].sum);
         for (int k = 0; k < steps; k += count) {
             const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
             for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
 #pragma GCC unroll 16
             for (int j = 0; j < count; j += PAIR) {
                 const given *x_j = x + k + j;
-                for (int b = 0; b < TOGETHER(n); b++) {
+                for (int b = 0; b < ABREAST(n); b++) {
                     READ_AGAIN(w);
                     if (b && n > 1) READ_AGAIN(x_j);
                     const digit w_j = kind == GROUPS_OF_SIX ? six_digits(w + b * 16, j) : digits(i32_load(w + b * 16), j, kind);
@@ -234,7 +275,7 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
                 }
             }
         }
-        for (int b = 0; b < TOGETHER(n); b++) {
+        for (int b = 0; b < ABREAST(n); b++) {
             const int o = (c + b) * 16;
             const f32 scale = scales(m, at + o, above + o);
             const f32 least = m->mins ? f32_mul(i32_to_f32(zeros(m, at + o)), f32_from_half(m->mins + above + o)) : f32_zero();

@@ -256,13 +256,13 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
     const int grouped = in_groups(m), most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
-    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * segments(K);
+    const int tiles = N / WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * segments(K);
     given inputs[ROUNDS * rest + 1];
     Part numbers[2 * crowd * (K / 16) + 1];
     uint8_t twice[grouped ? K / 16 : 1];
     const Prepared prepared = {inputs, numbers, twice, rest};
     const Matrix *before = 0;
-    for (int i = first(w, tiles * parts), tokens = 0; i >= 0; i = next(w)) {
+    for (int i = first_in_range(w, tiles * parts), tokens = 0; i >= 0; i = next(w)) {
         const int o = (grouped ? i % tiles : i / parts) * WIDTH, from = (grouped ? i / tiles : i % parts) * most;
         const int n = T - from < most ? T - from : most;
         value out[WHOLE * WIDTH], *to = y + (size_t)from * N + o;
@@ -273,10 +273,10 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
             int row = o;
             for (; here->next && row >= here->outputs; here = here->next) row -= here->outputs;
             if (here != before || from != tokens) prepare(here, x + (size_t)from * K, 0, K, n, K, &prepared);
-            of_groups(here, row, &prepared, out, n, K, row + ahead < here->outputs ? weights_of(here, row + ahead, K) : 0);
+            of_groups(here, row, &prepared, out, n, K, row + WIDTH < here->outputs ? weights_of(here, row + WIDTH, K) : 0);
             before = here, tokens = from;
         } else
-            outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? weights_of(m, o + ahead, K) : 0);
+            outputs(m, o, x + (size_t)from * K, out, n, K, o + WIDTH < N ? weights_of(m, o + WIDTH, K) : 0);
         if (!mine(w)) continue;
         for (int t = 0; t < n; t++)
             if (adding)

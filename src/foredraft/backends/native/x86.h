@@ -282,6 +282,25 @@ INLINE void i32_to_alternating(int16_t *p, i32 x, int apart) {
     _mm256_storeu_si256((__m256i *)p, _mm256_shuffle_epi8(i32_narrowed(x), order));
 }
 
+#ifdef __AVX512VNNI__
+#define IN_BYTES /* products of bytes: groups.h */
+/* Low and high bytes of 16 integers x = low + 256 * high, low signed, as p [4][8]: of four of them low and then high. These four are
+ * neighbours, or if `apart` every second of eight, first the even ones. */
+INLINE void i32_to_bytes(int16_t *p, i32 x, int apart) {
+    const __m128i every = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m128i near = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const i32 carried = i32_add(x, i32_and(i32_left(x, 1), i32_of(256))); /* the high byte is one more where the low one is negative */
+    _mm256_storeu_si256((__m256i *)p, _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(carried), _mm256_broadcastsi128_si256(apart ? every : near)));
+}
+INLINE i32 i32_add_bytes(i32 sum, i32 a, const int8_t *p) { /* sum += the unsigned bytes of a, times p[0] to p[3] */
+    return _mm512_dpbusd_epi32(sum, a, i32_of(*(const int32_t *)p));
+}
+/* 12 plus twice the e2m1 float in the lowest four bits of each byte; the other bits must be zero */
+INLINE i32 i32_bytes_of_e2m1(i32 x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
+}
+#endif
+
 /* The mask of non-zero bytes among 16 */
 INLINE lanes bytes_not_zero(const uint8_t *p) {
     return ~_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)p), _mm_setzero_si128()));
