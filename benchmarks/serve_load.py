@@ -96,7 +96,7 @@ class Tool:
 
     async def _closed(self, bodies: Sequence[Mapping[str, Any]], clients: int) -> list[Asked]:
         waiting, begin = iter(enumerate(bodies)), time.perf_counter()
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
 
             async def client() -> list[Asked]:
                 return [await self._ask(http, number, body, begin) for number, body in waiting]
@@ -106,7 +106,7 @@ class Tool:
 
     async def _open(self, bodies: Sequence[Mapping[str, Any]], rate: float, seconds: float, seed: int) -> list[Asked]:
         begin, tasks = time.perf_counter(), []
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
             for number, (moment, body) in enumerate(zip(arrivals(rate, seconds, seed), cycle(bodies))):
                 await asyncio.sleep(max(0.0, moment - (time.perf_counter() - begin)))
                 tasks.append(asyncio.create_task(self._ask(http, number, body, begin)))
@@ -116,7 +116,7 @@ class Tool:
         self, bodies: Sequence[Mapping[str, Any]], clients: int, guest: Mapping[str, Any] | None, after: float
     ) -> list[Asked]:
         begin = time.perf_counter()
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
             tasks = [asyncio.create_task(self._ask(http, number, bodies[number % len(bodies)], begin)) for number in range(clients)]
             if guest is not None:
                 await asyncio.sleep(after)

@@ -28,7 +28,7 @@ from foredraft.serving.roll import RollRequest, router
 from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.serving.settings import Settings
 from foredraft.serving.sizes import cached, sizes_of
-from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
+from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
@@ -90,10 +90,13 @@ class Server:
             self.engine.leave(job)  # which changes nothing if it is over
         return JSONResponse(await asyncio.to_thread(answer.whole))
 
-    async def choices(self, job: Job, answer: Answer) -> AsyncIterator[Choices]:
-        """What the events of ``job`` add to the choices of ``answer``. The engine learns of stop strings."""
-        async for event in job.events():
-            if isinstance(event, Joined):
+    async def choices(self, job: Job, answer: Answer) -> AsyncGenerator[Choices | None]:
+        """What the events of ``job`` add to the choices of ``answer``; None each time nothing has come for :data:`PING` seconds. The engine
+        learns of stop strings."""
+        async for event in job.events_or_pauses(PING):
+            if event is None:
+                yield None
+            elif isinstance(event, Joined):
                 yield answer.begin()
             elif isinstance(event, Failed):
                 raise event.error
@@ -111,35 +114,25 @@ class Server:
     async def streamed(self, request: Request, job: Job, asked: Any, answer: Answer) -> Response:
         """A stream that begins with the first event, or with a ping if there is none for long; what is refused until then has a status."""
         events = self.choices(job, answer)
-        first = asyncio.ensure_future(anext(events))
-
-        def close() -> None:
-            first.cancel()
-            self.engine.leave(job)
-
         try:
-            await unless_left(request.receive, asyncio.wait({first}, timeout=PING))
-            if first.done() and (error := first.exception()) is not None:
-                raise error
+            first = await unless_left(request.receive, anext(events))
         except BaseException:
-            close()
+            self.engine.leave(job)
             raise
-        return EventStream(self.stream(asked, answer, events, first, request.state), close)
+        return EventStream(self.stream(asked, answer, events, first, request.state), lambda: self.engine.leave(job))
 
     async def stream(
-        self, asked: Any, answer: Answer, events: AsyncIterator[Choices], first: asyncio.Future[Choices], state: Any
+        self, asked: Any, answer: Answer, events: AsyncGenerator[Choices | None], first: Choices | None, state: Any
     ) -> AsyncGenerator[bytes]:
         """The answer as server-sent events; ``state.status``, which is logged, is that of an error in them."""
         options = asked.stream_options
         try:
-            async with aclosing(with_pings(events, first)) as steps:
-                async for choices in steps:
-                    if choices is None:
-                        yield PINGED
-                    elif chunks := [answer.chunk([choice]) for choice in choices]:
-                        if answer.over and not options.include_usage:
-                            chunks[-1] |= answer.about_all()
-                        yield b"".join(map(data, chunks))
+            async with aclosing(events):
+                if part := written(asked, answer, first):
+                    yield part
+                async for choices in events:
+                    if part := written(asked, answer, choices):
+                        yield part
             if options.include_usage:
                 yield data(answer.chunk([], usage=True) | answer.about_all())
             yield DONE
@@ -226,6 +219,16 @@ class Server:
     async def no_responses(self, request: Request) -> Response:
         """OpenAI's Responses API is not here."""
         raise ApiError(404, "/v1/responses is not served here; use /v1/chat/completions or /v1/completions", code="not_served")
+
+
+def written(asked: Any, answer: Answer, choices: Choices | None) -> bytes:
+    """Chunks of a stream, or a ping where there is nothing to say."""
+    if choices is None:
+        return PINGED
+    chunks = [answer.chunk([choice]) for choice in choices]
+    if chunks and answer.over and not asked.stream_options.include_usage:
+        chunks[-1] |= answer.about_all()
+    return b"".join(map(data, chunks))
 
 
 async def exhaust(events: AsyncIterator[Any]) -> None:

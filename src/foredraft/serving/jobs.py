@@ -90,7 +90,7 @@ class Job:
     begun: bool = False
     longest: int = 0
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    _events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.unfinished = set(range(len(self.choices)))
@@ -108,9 +108,20 @@ class Job:
 
     async def events(self) -> AsyncIterator[Event]:
         """Everything the engine says, until every choice is over or the job has failed."""
+        async for event in self.events_or_pauses(None):
+            assert event is not None
+            yield event
+
+    async def events_or_pauses(self, seconds: float | None) -> AsyncIterator[Event | None]:
+        """The same; and None each time nothing has come for so many ``seconds``."""
         over = 0
         while over < len(self.choices):
-            event = await self._events.get()
+            timer = None if seconds is None else self.loop.call_later(seconds, self._events.put_nowait, None)
+            try:
+                event = await self._events.get()
+            finally:
+                if timer is not None:
+                    timer.cancel()
             yield event
             if isinstance(event, Failed):
                 return

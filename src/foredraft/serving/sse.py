@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -62,25 +62,6 @@ async def left(receive: Receive) -> None:
         pass
 
 
-async def with_pings(events: AsyncIterator[Any], first: asyncio.Future[Any]) -> AsyncGenerator[Any]:
-    """``first`` and the ``events`` after it; None each time nothing has come for :data:`PING` seconds."""
-    following = first
-    try:
-        while True:
-            done, _ = await asyncio.wait({following}, timeout=PING)
-            if not done:
-                yield None
-                continue
-            try:
-                event = following.result()
-            except StopAsyncIteration:
-                return
-            yield event
-            following = asyncio.ensure_future(anext(events))
-    finally:
-        following.cancel()
-
-
 class EventStream(Response):
     """Sends bytes as they come. In the end, also if the client leaves or does not read for :data:`STALLED` seconds, ``close`` is called."""
 
@@ -89,19 +70,35 @@ class EventStream(Response):
     def __init__(self, parts: AsyncGenerator[bytes], close: Callable[[], None]):
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self.parts, self.close = parts, close
+        self.parts, self.close, self.stalled = parts, close, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_left(receive, self._send(send))
-        except (ClientDisconnect, asyncio.TimeoutError, OSError):
+        except (ClientDisconnect, OSError):
             raise ClientDisconnect from None
+        except asyncio.CancelledError:
+            if self.stalled:
+                raise ClientDisconnect from None
+            raise
         finally:
             await self.parts.aclose()
             self.close()
 
     async def _send(self, send: Send) -> None:
+        """In a task of its own. A timer cancels it if a part takes too long; asyncio.wait_for would make another task for every part."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def give_up() -> None:
+            self.stalled = True
+            task.cancel()
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for part in self.parts:
-            await asyncio.wait_for(send({"type": "http.response.body", "body": part, "more_body": True}), STALLED)
+            timer = loop.call_later(STALLED, give_up)
+            try:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            finally:
+                timer.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
