@@ -413,6 +413,26 @@ def test_readers_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch):
     assert closed
 
 
+def test_readers_that_go_on_are_not_given_up(monkeypatch: pytest.MonkeyPatch):
+    """However long the answer takes, if each part of it is read in time."""
+    monkeypatch.setattr(sse, "STALLED", 0.2)
+    sent = []
+
+    async def parts() -> Any:
+        for part in (b"a", b"b", b"c"):
+            yield part
+            await asyncio.sleep(0.25)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    asyncio.run(sse.EventStream(parts(), lambda: None)({"type": "http"}, receive, send))
+    assert sent == [None, b"a", b"b", b"c", b""]
+
+
 def test_pings_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sse, "PING", 0.05)
     monkeypatch.setattr("foredraft.serving.application.PING", 0.05)

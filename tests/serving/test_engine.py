@@ -24,7 +24,7 @@ from foredraft.drafters.several import Several
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
 from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
-from foredraft.serving.jobs import Choice, DrainingError, Job, JobTimeoutError, Joined, Progress, QueueFullError
+from foredraft.serving.jobs import Choice, DrainingError, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
 from foredraft.serving.sizes import sizes_of
@@ -739,3 +739,23 @@ def test_settings_that_cannot_work_are_named():
     ):
         with pytest.raises(ConfigurationError, match=why):
             Settings(**wrong)
+
+
+def test_pauses_are_counted_from_the_last_event():
+    """The timer of a pause ends with the event that it waited for."""
+    timers: list[tuple[float, Any]] = []
+
+    class Loop:
+        def call_later(self, seconds: float, function: Any, *arguments: Any) -> Any:
+            timers.append((seconds, asyncio.get_running_loop().create_future()))
+            return timers[-1][1]
+
+    async def go() -> list[Any]:
+        asked = Job([Choice([1], RowParameters())], "owner", "id", 0.0, loop=Loop())  # type: ignore[arg-type]
+        for event in (Joined(), None, Failed(ValueError("over"))):
+            asked.put(event)  # type: ignore[arg-type]
+        return [event async for event in asked.events_or_pauses(7.0)]
+
+    found = asyncio.run(go())
+    assert [type(event) for event in found] == [Joined, type(None), Failed]
+    assert [seconds for seconds, _ in timers] == [7.0] * 3 and all(timer.cancelled() for _, timer in timers)
