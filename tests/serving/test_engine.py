@@ -751,7 +751,7 @@ def test_pauses_are_counted_from_the_last_event():
             return timers[-1][1]
 
     async def go() -> list[Any]:
-        asked = Job([Choice([1], RowParameters())], "owner", "id", 0.0, loop=Loop())  # type: ignore[arg-type]
+        asked = Job([Choice([1], RowParameters(max_new_tokens=1))], "owner", "id", 0.0, loop=Loop())  # type: ignore[arg-type]
         for event in (Joined(), None, Failed(ValueError("over"))):
             asked.put(event)  # type: ignore[arg-type]
         return [event async for event in asked.events_or_pauses(7.0)]
