@@ -595,9 +595,7 @@ FAULTS = [
     Fault(
         "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
     ),
-    Fault(
-        "application.py", "            first.cancel()\n            self.engine.leave(job)\n", "            first.cancel()\n", BAD_REQUESTS
-    ),
+    Fault("application.py", "            self.engine.leave(job)\n            raise\n", "            raise\n", BAD_REQUESTS),
     Fault(
         "tools.py", "at = len(self.held) - beginning(self.held, BEGIN) if at < 0 else at", "at = len(self.held) if at < 0 else at", CLIENTS
     ),
@@ -625,6 +623,7 @@ FAULTS = [
     Fault("fingerprint.py", "packed.get(id(tensor)) or ", "", FINGERPRINT),
     Fault("running.py", "        await self.engine.drain(self.engine.settings.drain)\n", "", SERVE),
     Fault("running.py", "            os._exit(128 + sig)\n", "            pass\n", SERVE),
+    Fault("application.py", "lambda: self.engine.leave(job))", "lambda: None)", BAD_REQUESTS),
     Fault("sse.py", "            self.stalled = True\n", "", BAD_REQUESTS),
     Fault("sse.py", "                timer.cancel()\n", "                pass\n", BAD_REQUESTS),
     Fault("jobs.py", "                    timer.cancel()\n", "                    pass\n", ENGINE),
