@@ -23,13 +23,12 @@ from faults import FAULTS, ROOT, Fault, place  # noqa: E402
 
 
 def planted(fault: Fault | None, folder: Path) -> None:
-    """A copy of the package under ``folder``, by links but for the file with the fault."""
-    shutil.copytree(ROOT / "src", folder / "src", copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package under ``folder``, with the fault. No links: the server gives out no file that is one."""
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     if fault is not None:
         file = place(fault)
         assert isinstance(file, Path)
         copy = folder / file.relative_to(ROOT)
-        copy.unlink()
         copy.write_text(file.read_text().replace(fault.line, fault.instead))
 
 
