@@ -379,6 +379,8 @@ def test_clients_that_leave_free_their_rows(stream: bool, caplog: pytest.LogCapt
                 connection.recv(100)
         wait_for(lambda: live(url) == 0)
         wait_for(lambda: " 499 " in caplog.text)
+        ended = [line for line in httpx.get(url + "/metrics").text.splitlines() if line.startswith("vllm:request_success_total{")]
+        assert [float(line.split()[-1]) for line in ended if '"abort"' in line] == [1.0], "it did not end by itself"
 
 
 def test_the_log_has_the_status_of_an_error_in_a_stream(caplog: pytest.LogCaptureFixture):
