@@ -147,8 +147,7 @@ typedef struct {
 } Part;
 
 #ifdef BF16
-/* Round inputs to integers times 2^(place - 127), in the order of digits(). x keeps the remainders;
- * returns how many are not zero. */
+/* Round inputs to integers times 2^(place - 127), in the order of digits(). x keeps the remainders; returns how many are not zero. */
 INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
     const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
     i32 all = i32_zero();
