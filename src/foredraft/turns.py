@@ -48,6 +48,9 @@ class Turn:
         """
         me = threading.current_thread()
         with _changed:
+            if self.thread is me and not self.running:  # it rests, so nobody else can have any of it
+                self.running = True
+                return
             while (other := self._in_the_way(me)) is not None:
                 if other.thread is me:
                     raise BusyError(
@@ -99,8 +102,6 @@ class Turn:
     def _in_the_way(self, me: threading.Thread) -> Turn | None:
         if self.running:
             return self
-        if self.thread is me:  # it rests, so nobody else can have any of it
-            return None
         for each in _turns:
             if each is self or each.thread is None or each._all.isdisjoint(self._all):
                 continue

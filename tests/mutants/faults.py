@@ -470,7 +470,7 @@ FAULTS = [
     Fault("paged_attention.py", "if everything and attention_mask is None", "if attention_mask is None", PAGED_ATTENTION),
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
-    Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
+    Fault("admission.py", "lambda index: rows[index].slot", "lambda index: -rows[index].slot", ADMISSION),
     Fault(
         "draft_model.py",
         "            model.prefill([text], first=first)\n            model.compact(",

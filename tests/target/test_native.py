@@ -185,6 +185,20 @@ def test_whoever_watches_the_model_is_called(always):
 
 @needs_kernels
 @torch.inference_mode()
+@pytest.mark.parametrize("asked", ["output_attentions", "output_hidden_states", "output_router_logits"])
+def test_whoever_asks_a_configuration_for_inner_outputs_is_given_them(always, asked):
+    model = build("llama", torch.float32)
+    model.set_attn_implementation("eager")  # which has attention weights to give
+    target = Target(model, execution="native", owned=True)
+    target.open([[5, 6, 7, 8]])
+    target.prefill([[5, 6, 7, 8]], first=0)
+    assert target.backend.direct is not None
+    setattr(model.config, asked, True)
+    assert target.backend.direct is None
+
+
+@needs_kernels
+@torch.inference_mode()
 def test_a_long_prompt_in_chunks_and_a_cache_that_grows(always):
     text = [(11 * i * i + 5 * i) % 100 for i in range(400)]
     found = []

@@ -36,7 +36,7 @@ HEADS = (
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots in a table that is made once
-WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
+WATCHING = ("_output_attentions", "output_hidden_states", "output_router_logits")  # where a configuration keeps what it is asked for
 
 
 class Places:
@@ -240,8 +240,7 @@ class NativeModel(Override):
     @property
     def watched(self) -> bool:
         """There are hooks or requests for inner outputs, or only some of the layers are to run."""
-        asked = any(getattr(self.base.config, name, False) for name in WATCHING)
-        return asked or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
+        return any(map(vars(self.base.config).get, WATCHING)) or any(self._hooks) or Aside in map(type, self.layers)
 
     def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any]:
         """Pointers to every layer's keys and values."""

@@ -142,7 +142,7 @@ class Snapshot:
         self._config = vars(model).get("config")
         configs = {id(each): each for module in modules if isinstance(each := vars(module).get("config"), PreTrainedConfig)}
         self._configs = [*configs.values()]
-        self._settings = [*map(settings, self._configs)]
+        self._settings = [*map(copied, map(vars, self._configs))]
         self._structure = Structure(model)
         self._values, self._written = self._read_values(tensors, meta=False), self._read_values(tensors, meta=True)
         self._hooked, self._adapted = self._read_hooks(), self._read_adapters()
@@ -232,12 +232,13 @@ def parts_of(tensor: Any) -> Any:
     return attrgetter(*names, names[0])
 
 
-def settings(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: copied(value) for name, value in vars(config).items() if name not in TRIVIAL and not name.endswith("_token_id")}
-
-
 def differ(config: PreTrainedConfig, before: dict[str, Any]) -> bool:
-    return settings(config) != before
+    now = vars(config)
+    return now != before and read_by_passes(now) != read_by_passes(before)
+
+
+def read_by_passes(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in TRIVIAL and not name.endswith("_token_id")}
 
 
 def copied(value: Any) -> Any:

@@ -171,14 +171,15 @@ class PageStore:
             more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
             self.room = self._grow(max(self.pool.made, more if limit is None else min(more, limit)))
             self.lay_out(0, blocks)
-        used = [page for page in self.pool.handed_out() if clean and page < self.made]
-        for layer in self.layers:
+        made, handed_out = self.pool.made, self.pool.handed_out()
+        used = [page for page in handed_out if clean and page < self.made]
+        for layer in self.layers if used or made > self.made else ():
             for store in (layer.keys, layer.values):
-                if self.pool.made > self.made:
-                    store[self.made : self.pool.made] = 0
+                if made > self.made:
+                    store[self.made : made] = 0
                 if used:
                     store[to_device(used, store.device)] = 0
-        self.made = max(self.made, self.pool.made)
+        self.made = max(self.made, made)
         return grows
 
     def _grow(self, room: int) -> int:

@@ -248,9 +248,9 @@ class Passes:
         self.cache.commit(path, kept)
 
     def _made(self, given: ForwardPass) -> PassOutput:
-        part = given.part or Part(0, len(self.layer_tokens))
+        part, tokens = given.part or Part(0, len(self.layer_tokens)), given.tokens.numel()
         for layer in set(range(part.begin, part.end)).difference(part.skip.whole if part.skip is not None else ()):
-            self.layer_tokens[layer] += given.tokens.numel()
+            self.layer_tokens[layer] += tokens
         return self.backend.forward(given)
 
     def _forward(self, given: ForwardPass) -> Tensor:
