@@ -58,8 +58,8 @@ def drafts(monkeypatch):
 
     def noted(self, request):
         tree = draft(self, request)
-        last = tree.nodes if tree.valid is None else int(tree.valid.sum())
-        seen.append((tree.tokens[0, :last].tolist(), tree.parents[0, :last].tolist()))
+        real = slice(None) if tree.valid is None else tree.valid[0]
+        seen.append((tree.tokens[0, real].tolist(), tree.parents[0, real].tolist(), tree.static_parents))
         return tree
 
     def counted(self, request, *, chain):
@@ -97,6 +97,11 @@ def test_the_same_trees_round_by_round(shape, dtype, drafts):
         ("rejection", torch.float32, "chain(5)", {"temperature": 1.6, "top_k": 20, "top_p": 0.9}),
         ("match", torch.float32, "chain(5)", {"top_k": 1000, "min_p": 0.2}),
         ("block", torch.float32, "chain(3)", {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
+        ("match", torch.float32, "product(3,2,1)", {"temperature": 0.8, "top_k": 0}),
+        ("match", torch.float32, "paths(0,1,2,0.0,0.1,1.0,0.0.0,0.0.1,0.0.0.0)", {"top_k": 2}),
+        ("match", torch.float32, "paths(0,1,2,0.0,1.0,1.1,1.2,1.1.0)", {"temperature": 1.3, "min_p": 0.3, "top_k": 0}),
+        ("match", torch.float32, "product(12,1)", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),
+        ("match", torch.bfloat16, "product(4,2,1)", {"top_k": 0}),
         ("match", torch.float32, "dynamic(depth=4,k=3,total=7)", {"temperature": 0.8, "top_k": 0}),
         ("match", torch.float32, "dynamic(depth=3,k=5,total=9)", {"top_k": 2}),
         ("match", torch.float32, "opt(total=8,depth=5,delta=0.05)", {"temperature": 1.4, "top_k": 20, "top_p": 0.9}),

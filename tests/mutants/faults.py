@@ -128,6 +128,18 @@ FAULTS = [
         DRAWN,
     ),
     Fault("growth.h", "draws ? __builtin_logf(draws->q[at]) : last", "draws ? 0.0f : last", DRAWN),
+    Fault(
+        "growth.h", "racing(draws, level, logits, g->vocab, draws->q + level", "racing(draws, 0, logits, g->vocab, draws->q + level", DRAWN
+    ),
+    Fault("growth.h", "ranks[node - 1] < some ? leading[ranks[node - 1]] : -1", "leading[ranks[node - 1]]", DRAWN),
+    Fault("growth.h", "(first == 0 || out_tokens[first + i - 1] >= 0)", "1", DRAWN),
+    Fault("draft_loops/kernels.py", "valid = None if min(grown.tokens) >= 0 else tokens >= 0", "valid = None", DRAWN),
+    Fault(
+        "draft_loops/kernels.py",
+        "TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents),",
+        "TokenTree(tokens.clamp(min=0), torch.tensor([[-1, *grown.parents]]),",
+        DRAWN,
+    ),
     Fault("growth.h", "if (count < k || all[lane] > best[k - 1]) count", "count", DRAWN),
     Fault("growth.h", "j->logits + row * j->apart, j->vocab, own)", "j->logits + row * j->vocab, j->vocab, own)", DRAWN),
     Fault("native_growth.py", "if logits.stride(1) != 1 or end", "if end", DRAWN),

@@ -48,7 +48,7 @@ class Grown:
 
 
 class Draws:
-    """How chains and grown trees are sampled, and from which distributions.
+    """How chains and trees are sampled, and from which distributions.
 
     Args:
         words: ``[R, n]`` int64 words of the noise, one per token of a chain or level of a tree.
@@ -135,10 +135,10 @@ class Grower:
         return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
 
     def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int, draws: Draws | None = None) -> Grown | None:
-        """The most probable tokens for all nodes of ``shape`` below the last of ``ids``, or with ``draws`` a sampled chain;
-        otherwise as :meth:`grow`."""
+        """The most probable tokens for all nodes of ``shape`` below the last of ``ids``, or with ``draws`` those that lead the race, and -1
+        where there are none; otherwise as :meth:`grow`."""
         layout = laid_out(shape)
-        if layout is None or layout.siblings > vocab_size:
+        if layout is None or layout.siblings > (vocab_size if draws is None else min(vocab_size, WIDEST)):
             return None
         text = self._begin(ids, layout.widest, layout.read, vocab_size)
         if text is None:

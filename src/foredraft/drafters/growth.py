@@ -62,12 +62,12 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
 
 
 def draws_for(request: DraftRequest) -> Draws | None:
-    """How kernels draw chains, and grow trees that lead the target's race, for ``request``, with the noise that tensor operations draw
+    """How kernels draw chains, and trees of what leads the target's race, for ``request``, with the noise that tensor operations draw
     them with; None where they cannot."""
     sampler, noise = request.sampler, request.sampler.noise
-    grown = isinstance(request.shape, DynamicShape) and request.proposal == "keyed" and not request.needs_q
+    raced = request.proposal == "keyed" and not request.needs_q
     drawn = request.shape.is_chain and request.proposal in ("iid", "keyed")
-    if request.thresholds is not None or request.partial or not (grown or drawn):
+    if request.thresholds is not None or request.partial or not (raced or drawn):
         return None
     if not (type(noise) is Noise and on_host(noise.keys) and all(sampler.sampled)):
         return None

@@ -432,12 +432,12 @@ static void seen_from(const Growth *g, int number, int parent) {
 }
 
 /* Fill in a static tree, whose nodes are in the order of levels: node i of `count` is the one of rank ranks[i] below node parents[i]; 0 is the
- * root. Every node above the last level is read. Returns how many were, including the root. With `draws`, which may be null, the tokens of a
- * chain are sampled. */
+ * root. Every node above the last level is read. Returns how many were, including the root. The children of a node are the likeliest tokens, or
+ * with `draws`, which may be null, those that lead the race at their depth; -1 where no more tokens have a probability, and below that. */
 int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, const int32_t *ranks, int count, int64_t *out_tokens,
          const Draws *draws) {
     const int root = g->start + g->missed - 1;
-    int64_t positions[LINE];
+    int64_t positions[LINE], wanted[LINE];
     int first = 0, n = 1, read = 1, node = 1, level = 0; /* the level above has n nodes from number `first` on */
     read_text(g, p, text);
     while (node <= count) {
@@ -445,23 +445,26 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
         for (int i = 0; i < n; i++) {
             const value *logits = g->logits + (size_t)i * g->columns;
             float last = __builtin_inff();
-            for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
-                for (; rank <= ranks[node - 1]; rank++) {
-                    if (draws)
-                        at = drawn(draws, node - 1, logits, g->vocab, draws->q + (node - 1) * draws->apart);
-                    else
-                        at = following(logits, g->vocab, last, at, &last);
-                    out_tokens[node - 1] = named(g, at);
-                }
+            int64_t leading[LINE];
+            int end = node, some = 0;
+            while (end <= count && parents[end - 1] == first + i) end++;
+            if (draws && end > node && (first == 0 || out_tokens[first + i - 1] >= 0))
+                some = racing(draws, level, logits, g->vocab, draws->q + level * draws->apart, 1 + ranks[end - 2], leading);
+            for (int at = -1, rank = 0; node < end; node++) {
+                for (; !draws && rank <= ranks[node - 1]; rank++) at = following(logits, g->vocab, last, at, &last);
+                if (draws) at = ranks[node - 1] < some ? leading[ranks[node - 1]] : -1;
+                out_tokens[node - 1] = at < 0 ? -1 : named(g, at);
+            }
         }
         if (node == begin || node > count) break;
         first = begin, n = node - begin, level++;
         for (int i = 0; i < n; i++) {
             seen_from(g, begin + i, parents[begin + i - 1]);
             positions[i] = root + level, g->slots[i] = root + begin + i;
+            wanted[i] = out_tokens[begin + i - 1] < 0 ? 0 : out_tokens[begin + i - 1];
         }
         read = node, p->width = root + read;
-        read_tokens(g, p, out_tokens + begin - 1, positions, parents + begin - 1, n, n, begin, g->mask + (size_t)begin * g->stride);
+        read_tokens(g, p, wanted, positions, parents + begin - 1, n, n, begin, g->mask + (size_t)begin * g->stride);
     }
     return read;
 }

@@ -1,4 +1,4 @@
-"""Drafts of a single row by a kernel that makes them in one call: greedy trees, and chains and grown trees that are drawn."""
+"""Drafts of a single row by a kernel that makes them in one call: greedy trees, and chains and trees that are drawn."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
         grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size, draws=draws)
     if grown is None:
         return None
-    tokens = [ids[-1], *grown.tokens]
+    tokens = torch.tensor([[ids[-1], *grown.tokens]])
     if shape.is_chain:
         q = None if draws is None or not request.needs_q else draws.q
-        tree = TokenTree.from_chain(torch.tensor([tokens]), proposal=request.proposal, q=q)
+        tree = TokenTree.from_chain(tokens.clamp(min=0), proposal=request.proposal, q=q)
+    elif isinstance(shape, StaticShape):
+        valid = None if min(grown.tokens) >= 0 else tokens >= 0
+        tree = TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents), valid=valid, proposal=request.proposal)
     else:
-        parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
-        tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], proposal=request.proposal, pruned=pruned)
+        valid = [[True] * tokens.shape[1]]
+        tree = TokenTree.from_lists(tokens.tolist(), [[-1, *grown.parents]], valid, proposal=request.proposal, pruned=True)
     return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
 
 
@@ -60,7 +63,7 @@ class KernelLoop:
         model, direct = self.model, self.model.backend.direct
         if direct is None or model.device != request.device:
             return None
-        drawn = chain or isinstance(request.shape, DynamicShape)
+        drawn = chain or request.proposal == "keyed"
         draws = draws_for(request) if drawn and len(request.rows) == 1 and not likeliest(request) else None
         if draws is None and not likeliest(request):
             return None
