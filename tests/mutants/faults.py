@@ -81,6 +81,7 @@ BAD_REQUESTS = ("tests/serving/test_bad_requests.py",)
 CLIENTS = ("tests/serving/test_clients.py",)
 STOPS = ("tests/serving/test_stops.py",)
 PLANS = ("tests/serving/test_plans.py",)
+PLANNING = ("tests/planning/test_planner.py", "tests/planning/test_rounds.py")
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAILING = ("tests/test_failing_rows.py",)
@@ -127,13 +128,19 @@ FAULTS = [
         "racing(draws, 0, logits, g->vocab, draws->q, k, leading)",
         DRAWN,
     ),
-    Fault("growth.h", "draws ? __builtin_logf(draws->q[at]) : last", "draws ? 0.0f : last", DRAWN),
+    Fault("planning/curves.py", "off / variance * along", "off / variance * along * (along > 1e9)", PLANNING),
+    Fault("planning/curves.py", "covariance -= np.outer(along, along) / variance", "covariance[0, 0] *= 0.5", PLANNING),
+    Fault("planning/curves.py", "if not 0 < abs(seen.surprises) < CONVINCED:", "if True:", PLANNING),
+    Fault("planning/curves.py", "each.place -= each.place > gone", "each.place -= 0", PLANNING),
+    Fault("planning/curves.py", "self.scale if size == 1 else self.checked", "self.checked", PLANNING),
+    Fault("drafters/growth.py", "LEADER + (1 - LEADER) * q[..., :1]", "q[..., :1]", DRAWN),
+    Fault("growth.h", "draws ? __builtin_logf(chance_of_leader(j, draws->q[at])) : last", "draws ? 0.0f : last", DRAWN),
     Fault(
         "growth.h", "racing(draws, level, logits, g->vocab, draws->q + level", "racing(draws, 0, logits, g->vocab, draws->q + level", DRAWN
     ),
     Fault("growth.h", "ranks[node - 1] < some ? leading[ranks[node - 1]] : -1", "leading[ranks[node - 1]]", DRAWN),
     Fault("growth.h", "(first == 0 || out_tokens[first + i - 1] >= 0)", "1", DRAWN),
-    Fault("draft_loops/kernels.py", "valid = None if min(grown.tokens) >= 0 else tokens >= 0", "valid = None", DRAWN),
+    Fault("draft_loops/kernels.py", "real = None if min(grown.tokens) >= 0 else tokens >= 0", "real = None", DRAWN),
     Fault(
         "draft_loops/kernels.py",
         "TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents),",

@@ -24,7 +24,7 @@ from foredraft.planning import AutomaticPlanner, Round, search
 from foredraft.planning import costs as costs_module
 from foredraft.planning.acceptance import Acceptance, expected
 from foredraft.planning.costs import PROMPT, CostModel, Measurement, measure
-from foredraft.planning.curves import Curve, interpolated, monotone
+from foredraft.planning.curves import MOST, Curve, interpolated, monotone
 from foredraft.planning.largest import largest_fitting, largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
 from foredraft.planning.search import widths
@@ -231,6 +231,37 @@ def test_one_size_that_is_dearer_than_measured_is_learnt():
     assert measured.line(1, (1, 5)) == pytest.approx([1, 5], rel=0.1)
 
 
+def test_a_size_that_was_seen_before_the_scale_was_known_is_put_right():
+    """All sizes take 1.3 times what was measured. The first observation may be of its size alone; later ones of others say that it is not."""
+    measured = curve({1: 1.0, 5: 2.0, 9: 3.0})
+    measured.observe(1, 5, 2.6)
+    for _ in range(40):
+        measured.observe(1, 1, 1.3)
+    assert measured.line(1, (1, 5, 9)) == pytest.approx([1.3, 2.6, 3.9], rel=0.04)
+
+
+def test_a_machine_that_becomes_slower_is_followed_at_once_and_told_from_a_curve_that_became_steeper():
+    measured = curve({1: 1.0, 5: 2.0})
+    for _ in range(20):
+        measured.observe(1, 5, 2.0)
+        measured.observe(1, 1, 1.0)
+    for _ in range(4):
+        measured.observe(1, 5, 8.0)
+    assert measured.at(1, 5) == pytest.approx(8, rel=0.05) and measured.drift > 1
+    for _ in range(4):
+        measured.observe(1, 1, 1.0)
+    assert measured.line(1, (1, 5)) == pytest.approx([1, 8], rel=0.2) and measured.drift == 0
+
+
+def test_few_sizes_are_told_apart():
+    measured = curve({1: 1.0, 100: 2.0})
+    for rows in (1, 2):
+        for size in range(1, 200):
+            measured.observe(rows, size, 1.5)
+    assert sum(map(len, measured._seen.values())) == len(measured._mean) - 1 <= MOST
+    assert measured.at(2, 199) == pytest.approx(1.5, rel=0.1)
+
+
 def test_outliers_move_nothing():
     measured = curve({1: 1.0, 5: 2.0})
     for number in range(100):
@@ -265,9 +296,10 @@ def test_what_trees_took_longer_is_forgotten_in_time():
     costs = CostModel()
     for size, seconds in ((1, 1e-3), (8, 1.1e-3)):
         costs.target.measured(1, size, seconds)
-    costs.observe(1, 8, 16, 3e-3, 1e-4, None, (), 0, branching=True)
+    for _ in range(100):
+        costs.observe(1, 8, 16, 3e-3, 1e-4, None, (), 0, branching=True)
     chain, tree = (costs.verify(1, (8,), 16, branching=branching)[0] for branching in (False, True))
-    assert tree == pytest.approx(3.1e-3) and chain == pytest.approx(1.2e-3)
+    assert tree == pytest.approx(3.1e-3, rel=0.02) and chain == pytest.approx(1.2e-3)
     for _ in range(300):
         costs.observe(1, 1, 16, 1e-3, 1e-4, None, (), 0)
     assert costs.verify(1, (8,), 16, branching=True)[0] < 1.1 * costs.verify(1, (8,), 16)[0]

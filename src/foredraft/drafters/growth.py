@@ -33,6 +33,7 @@ Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
 asked about the nodes before ``first`` already, in trees with the same beginning."""
 IMPOSSIBLE = float("-inf")
+LEADER, OTHERS, OTHERS_SHARE = 0.25, 0.05, 0.5  # fitted to python-1m for python-8m (docs/log.md); growth.h has the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,11 +255,18 @@ def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first
         tokens = request.sampler.noise.rank(q[:, spread], 1, Purpose.DRAFT, nodes).view(*q.shape[:2], k)
     else:
         tokens, possible, _ = siblings(request, scores, k, first=first, depth=depth)
-    reached = above[..., None] + torch.log_softmax(scores, -1).gather(2, tokens)
+    chances = torch.log_softmax(scores, -1).gather(2, tokens)
+    reached = above[..., None] + (chances_of_leaders(chances.exp()).log() if request.proposal == "keyed" else chances)
     reached = reached.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)  # where the processors leave nothing
     if possible is not None and request.proposal != "deterministic":  # of the likeliest log q says the same
         reached = reached.masked_fill(~possible, IMPOSSIBLE)
     return tokens, reached
+
+
+def chances_of_leaders(q: Tensor) -> Tensor:
+    """How likely the target's race ends with each of the tokens that lead the draft's, the first one first, whose probabilities are ``q``
+    ``[..., k]``. Both races have the same noise, so an unlikely token that leads one often leads the other."""
+    return torch.cat([LEADER + (1 - LEADER) * q[..., :1], OTHERS + OTHERS_SHARE * q[..., 1:]], -1)
 
 
 class Found:

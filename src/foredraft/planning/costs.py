@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.encoder_decoder import Source
-from foredraft.planning.curves import FEW, Curve, monotone
+from foredraft.planning.curves import Curve, monotone
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
@@ -33,6 +33,8 @@ REPEATS = 7
 SIZES = (1, 5, 12, 2, 13, 8, 3, 16, 24, 25, 32, 64)  # nodes per row, the root included, most important first; kernels take 12 together
 WIDTHS = (4, 12)  # nodes of a level of a draft, besides 1
 MISSED = 4  # tokens per row that a draft reads besides without much notice
+FEW_TREES, LEAST_SHARE = 2, 0.04  # rounds over trees that "no longer than chains" counts for, and what a round counts of their average
+SLOWER = 2.0  # rounds that one over a tree may count longer
 FADING_TREES = 0.99  # of what trees take longer is still believed a round without one later: they are tried again
 TOGETHER = 10  # tokens that are read together in the time of one level, until it was seen
 LEVEL, LOOK_UP = 2e-3, 2e-5  # seconds of a draft's level where a target's pass takes 10 ms: of a model, and of a mere look-up
@@ -46,7 +48,8 @@ class CostModel:
 
     Attributes:
         target: of a pass over so many nodes per row, the root included.
-        branching: per number of rows, how much longer the latest rounds took over trees that branch than over chains of their size.
+        branching: per number of rows, how much longer rounds took over trees that branch than over chains of their size, on average, and in
+            how many rounds.
         level: of one level of the draft, by the nodes it is drafted below.
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
@@ -67,7 +70,7 @@ class CostModel:
     def forget(self) -> None:
         """Nothing is known of passes and drafts."""
         self.target = Curve(lambda tokens: 1e-2 * (1 + 0.15 * (tokens - 1)))
-        self.branching: dict[int, list[float]] = {}
+        self.branching: dict[int, tuple[float, int]] = {}
         self._checked: dict[int, float] = {}  # what was known of that when all sizes were last compared
         self._tree_drift = 0.0
         self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
@@ -115,8 +118,8 @@ class CostModel:
         self._tree_drift = 0.0
 
     def _longer(self, rows: int) -> float:
-        """Seconds that a round over a tree takes more; the lower median, for what disturbs a round makes it longer."""
-        return self._nearest({count: median_low(recent) for count, recent in self.branching.items()}, rows)
+        """Seconds that a round over a tree takes more."""
+        return max(0.0, self._nearest({count: longer for count, (longer, _) in self.branching.items()}, rows))
 
     def leave(self, layer: int) -> None:
         """Drafts leave the target at ``layer`` from now on; what a level costs beside such a pass is taken to be the same everywhere."""
@@ -160,13 +163,15 @@ class CostModel:
         alone = max(target - more, 0.1 * target)
         if branching:
             chain = self.verify(rows, (nodes,), PROMPT)[0]
-            self.branching[rows] = [*self.branching.get(rows, [])[1 - FEW :], max(0.0, alone + rest - chain)]
+            before, count = self.branching.get(rows, (0.0, 0))
+            more = min(alone + rest - chain, before + SLOWER * chain)
+            self.branching[rows] = before + max(LEAST_SHARE, 1 / (count + FEW_TREES)) * (more - before), count + 1
             longer = self._longer(rows)
             self._tree_drift = abs(math.log((chain + longer) / (chain + self._checked.setdefault(rows, longer))))
         else:
             self.target.observe(rows, nodes, alone)
             self.rest.observe(rows, nodes, rest)
-            self.branching = {count: [FADING_TREES * each for each in recent] for count, recent in self.branching.items()}
+            self.branching = {each: (FADING_TREES * longer, count) for each, (longer, count) in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1
         if draft is not None and widths:
@@ -223,7 +228,7 @@ class CostModel:
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
         exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain.get("exits", {}).items()}
         for curve, points in ((self.target, target), (self.level, level)):
-            curve.trusted = 0
+            curve.trusted = False
             for rows, size, seconds in points:
                 curve.measured(rows, size, seconds)
         self.context, self.spent, self.fixed, self.catch_up, self.exits = context, spent, fixed, catch_up, exits

@@ -1,8 +1,9 @@
 """Seconds by rows and size: measured points, piecewise linear and monotone in between, corrected by what rounds really take.
 
-A machine that others use as well is slower at one time than at another. So a curve keeps two corrections apart: a ``scale`` common
-to all sizes, which follows quickly, and deviations of single sizes, which follow slowly. What was seen of one size in a slow
-minute then says nothing against that size.
+A machine that others use as well is slower at one time than at another. So a curve keeps two corrections apart, as logarithms: a ``scale``
+common to all sizes, which follows quickly, and a deviation of each size that was seen, which follows slowly. A Kalman filter (Kalman 1960)
+estimates them together. If a size was seen while the scale was not known well, what is then learnt of the scale corrects its deviation. So
+what was seen of a size in a slow minute says nothing against that size.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-FEW = 5  # observations of a size that its median is taken over
-STALE = 16  # observations after which earlier ones of a size hardly count
-FADING = 0.9997  # of a deviation per observation since it was last seen
-TRUSTED = 10  # observations that a point counts for that was measured in this process
-LARGEST = 1.0  # that a single median can move the scale, as a logarithm
+import numpy as np
+
+# Standard deviations, as logarithms:
+NOISE = 0.08  # of one observation
+PACE = 0.03  # of the scale's change between two observations
+CHANGE = 0.002  # of the same of a deviation
+START = 0.3  # of the scale before the first observation
+OWN, STRANGE = 0.05, 0.3  # of the deviation of a size that was measured in this process, and of any other
+FADING = 0.9997  # of a deviation per observation
+SURPRISE, CONVINCED = 3.0, 3  # standard deviations beyond which an observation is not believed, until so many in a row say the same
+STALE = 16  # observations after which what contradicts newer ones is forgotten
+MOST = 48  # sizes, of all numbers of rows, that are told apart
 
 
 @dataclass
-class Anchor:
-    """What rounds of one size said: the ``deviation`` of its logarithm from scale and points, out of ``recent`` observations."""
+class Seen:
+    """A size that was seen: its ``place`` in the filter's state, the number of the ``last`` observation, and how many in a row were
+    ``surprises``, negative where less was observed than expected."""
 
-    deviation: float = 0.0
-    count: int = 0
-    last: int = 0
-    recent: list[float] = field(default_factory=list)
-
-    def median(self) -> float:
-        """The lower one: what disturbs a measurement makes it longer."""
-        ordered = sorted(self.recent)
-        return ordered[(len(ordered) - 1) // 2]
+    place: int
+    last: int
+    surprises: int = 0
 
 
 class Curve:
@@ -41,17 +44,19 @@ class Curve:
         prior: seconds for a number of tokens, rows times size, where nothing was measured. Only its proportions count: the first
             observation sets its scale.
 
-    ``trusted`` observations is what a measured point counts for: none, where another process measured it, perhaps in a busy hour.
+    Attributes:
+        points: measured seconds by rows and size.
+        trusted: whether they were measured in this process, and not in another one, perhaps in a busy hour.
     """
 
     def __init__(self, prior: Callable[[float], float]):
         self.prior = prior
-        self.trusted = TRUSTED
-        self.points: dict[int, dict[int, float]] = {}  # rows, size: seconds
-        self.scale = 0.0
-        self.checked = 0.0  # the scale when all sizes were last compared
+        self.trusted = True
+        self.points: dict[int, dict[int, float]] = {}
+        self.checked = 0.0  # the scale when a single node was last observed
         self.observations = 0
-        self._anchors: dict[int, dict[float, Anchor]] = {}
+        self._seen: dict[int, dict[float, Seen]] = {}  # by rows and size
+        self._mean, self._covariance = np.zeros(1), np.full((1, 1), START**2)  # of the scale, and then of the deviations
         self._monotone: dict[int, tuple[list[int], list[float]]] = {}
 
     def measured(self, rows: int, size: int, seconds: float) -> None:
@@ -63,23 +68,28 @@ class Curve:
     def known(self) -> bool:
         return bool(self.points) or self.observations > 0
 
+    @property
+    def scale(self) -> float:
+        """The logarithm of the factor for all sizes."""
+        return float(self._mean[0])
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self._mean[0] = scale
+
     def at(self, rows: int, size: float) -> float:
         return self.line(rows, (size,))[0]
 
     def line(self, rows: int, sizes: Sequence[float]) -> list[float]:
         """Seconds for each of ``sizes``, ascending; never less for more."""
-        places, deviations = self._deviations(rows)
-        found, most = [], 0.0
+        seen = sorted(self._seen.get(rows, {}).items())
+        places, deviations = [size for size, _ in seen], [float(self._mean[each.place]) for _, each in seen]
+        found, most, scale = [], 0.0, self.scale
         for size in sizes:
             deviation = interpolated(size, places, deviations) if places else 0.0
-            most = max(most, self.base(rows, size) * math.exp(self.scale + deviation))
+            most = max(most, self.base(rows, size) * math.exp(scale + deviation))
             found.append(most)
         return found
-
-    def _deviations(self, rows: int) -> tuple[list[float], list[float]]:
-        """Sizes seen, ascending, and their deviations."""
-        anchors = sorted(self._anchors.get(rows, {}).items())
-        return [size for size, _ in anchors], [each.deviation * FADING ** (self.observations - each.last) for _, each in anchors]
 
     def base(self, rows: int, size: float) -> float:
         """Without corrections. Rows that were not measured cost what as many tokens cost in the nearest number of rows that was."""
@@ -104,51 +114,80 @@ class Curve:
         if not self.known:
             self.scale = self.checked = residual
         self.observations += 1
-        anchor = self._anchors.setdefault(rows, {}).get(size) or self._new(rows, size)
-        if self.observations - anchor.last > STALE:
-            anchor.recent.clear()
-            anchor.count = min(anchor.count, 1)
-        anchor.recent = [*anchor.recent[1 - FEW :], residual]
-        anchor.deviation *= FADING ** (self.observations - anchor.last)
-        anchor.last = self.observations
-        off = max(-LARGEST, min(LARGEST, anchor.median() - self.scale - anchor.deviation))
-        self.scale += 0.25 * anchor.count / (anchor.count + 2) * off  # what is new of a well-known size is new of the machine
-        anchor.deviation += max(0.04, 1 / (anchor.count + 1)) * off
-        anchor.count += 1
+        seen = self._seen.setdefault(rows, {}).get(size) or self._add(rows, size)
+        seen.last, place = self.observations, seen.place
+        covariance = self._covariance
+        self._mean[1:] *= FADING
+        covariance[0, 0] += PACE**2
+        covariance.flat[len(covariance) + 1 :: len(covariance) + 1] += CHANGE**2
+        off = residual - float(self._mean[0] + self._mean[place])
+        if abs(off) <= SURPRISE * math.sqrt(self._variance(place)):
+            seen.surprises = 0
+        else:
+            seen.surprises = max(seen.surprises, 0) + 1 if off > 0 else min(seen.surprises, 0) - 1
+        if abs(seen.surprises) >= CONVINCED:
+            covariance[0, 0] += off**2
+            covariance[place, place] += off**2 / 4
+        if not 0 < abs(seen.surprises) < CONVINCED:  # else the machine may have stopped for a moment
+            variance, along = self._variance(place), covariance[0] + covariance[place]
+            self._mean += off / variance * along
+            covariance -= np.outer(along, along) / variance
+            self.checked = self.scale if size == 1 else self.checked
         if self.observations % 8 == 0:
             self._order(rows, size)
 
-    def _new(self, rows: int, size: float) -> Anchor:
-        """An anchor as its neighbours would have it."""
-        places, deviations = self._deviations(rows)
-        trusted = self.trusted if size in self.points.get(rows, ()) else min(1, self.trusted)  # the first time may be a warm-up
-        anchor = Anchor(interpolated(size, places, deviations) if places else 0.0, trusted, self.observations)
-        self._anchors[rows][size] = anchor
-        return anchor
+    def _variance(self, place: int) -> float:
+        """Of an observation of the size in ``place``."""
+        known = self._covariance
+        return float(known[0, 0] + 2 * known[0, place] + known[place, place]) + NOISE**2
+
+    def _add(self, rows: int, size: float) -> Seen:
+        """A size that was not seen before deviates as its neighbours do, as far as that is known."""
+        if len(self._mean) > MOST:
+            self._drop(
+                *min(
+                    ((rows, size) for rows, some in self._seen.items() for size in some), key=lambda each: self._seen[each[0]][each[1]].last
+                )
+            )
+        others = sorted(self._seen[rows].items())
+        weights = np.zeros(len(self._mean))
+        for index, (_, other) in enumerate(others):
+            weights[other.place] = interpolated(size, [each for each, _ in others], [float(each == index) for each in range(len(others))])
+        along = self._covariance @ weights
+        own = OWN if self.trusted and size in self.points.get(rows, ()) else STRANGE
+        self._covariance = np.block([[self._covariance, along[:, None]], [along[None], weights @ along + own**2]])
+        self._mean = np.append(self._mean, weights @ self._mean)
+        self._seen[rows][size] = Seen(len(self._mean) - 1, self.observations)
+        return self._seen[rows][size]
+
+    def _drop(self, rows: int, size: float) -> None:
+        """Forget what was seen of a size."""
+        gone = self._seen[rows].pop(size).place
+        self._mean = np.delete(self._mean, gone)
+        self._covariance = np.delete(np.delete(self._covariance, gone, 0), gone, 1)
+        for some in self._seen.values():
+            for each in some.values():
+                each.place -= each.place > gone
 
     def _order(self, rows: int, size: float) -> None:
         """Forget what was seen of sizes long ago where it contradicts: more cannot take less."""
-        seen, anchors = self._level(rows, size), self._anchors[rows]
-        for other in [each for each, anchor in anchors.items() if self.observations - anchor.last > STALE]:
-            if (self._level(rows, other) - seen) * (other - size) < 0:
-                del anchors[other]
+        level, some = self._level(rows, size), self._seen[rows]
+        for other in [each for each, seen in some.items() if self.observations - seen.last > STALE]:
+            if (self._level(rows, other) - level) * (other - size) < 0:
+                self._drop(rows, other)
 
     def _level(self, rows: int, size: float) -> float:
         """Logarithm of the seconds of a size that was seen, the scale left out."""
-        return math.log(self.base(rows, size)) + self._anchors[rows][size].deviation
+        return math.log(self.base(rows, size)) + float(self._mean[self._seen[rows][size].place])
 
     @property
     def drift(self) -> float:
-        """How far the scale went, as a logarithm, since all sizes were last compared."""
+        """How far the scale went, as a logarithm, since a single node was last observed."""
         return abs(self.scale - self.checked)
 
     def recheck(self) -> None:
         """From here on every size is learnt quickly again."""
-        self.checked = self.scale
-        for anchors in self._anchors.values():
-            for anchor in anchors.values():
-                anchor.count = 0
-                anchor.recent.clear()
+        self._covariance.flat[len(self._covariance) + 1 :: len(self._covariance) + 1] += OWN**2
 
 
 def interpolated(place: float, places: Sequence[float], values: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ HORIZON = 32  # rounds that what the drafter missed is spread over
 GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most, unless told otherwise
 GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
 GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
-SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
+SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for this
 CALIBRATION_MEMORY = 0.98  # of how far they do that a round leaves
 DOUBT = 4.0  # accepted tokens that were expected and kept before anything was seen
 LEAST = 0.7  # of the tokens that were expected: where still fewer were kept, the text has changed, and acceptance follows it
@@ -50,10 +50,10 @@ class Forecast:
 class Grown:
     """How grown trees have done: ``tokens`` kept per round, in ``seconds`` of which one is a plain round's."""
 
-    def __init__(self) -> None:
+    def __init__(self, greedy: bool) -> None:
         self.tokens = self.seconds = 1.0
         self.rounds = 0
-        self._accepted, self._expected = SURER * SURE_OF_IT, SURE_OF_IT
+        self._accepted, self._expected = SURE_OF_IT * (SURER if greedy else 1.0), SURE_OF_IT
 
     @property
     def rate(self) -> float:
@@ -125,7 +125,7 @@ class Forecaster:
         self.choice = None if exits is None else ExitChoice(exits, costs)
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
-        self.grown, self.levels = {greedy: Grown() for greedy in grows}, levels
+        self.grown, self.levels = {greedy: Grown(greedy) for greedy in grows}, levels
         self.plan_record = PlanRecord()
         self.own = False
         self._filler, self._reads_prompts = 0, False
@@ -263,7 +263,7 @@ class Forecaster:
             return False
         for each in self.acceptance.values():
             each.shift(odds)
-        self.grown = {greedy: Grown() for greedy in self.grown}  # what grown trees kept was of another exit
+        self.grown = {greedy: Grown(greedy) for greedy in self.grown}  # what grown trees kept was of another exit
         return True
 
     def _with_grown(

@@ -238,6 +238,9 @@ static int racing(const Draws *d, int i, const value *logits, int vocab, float *
     return count;
 }
 
+/* How likely the target's race ends with the token that is number j in the draft's and has probability q there; `chances_of_leaders` of growth.py */
+INLINE float chance_of_leader(int j, float q) { return j ? 0.05f + 0.5f * q : 0.25f + 0.75f * q; }
+
 /* Draw token i of a chain; 0 if a logit is NaN, and then q is NaN as well */
 static int drawn(const Draws *d, int i, const value *logits, int vocab, float *q) {
     int64_t at;
@@ -494,7 +497,7 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
             for (int j = 0, at = -1; j < some; j++, found++) {
                 at = draws ? leading[j] : following(logits, g->vocab, last, at, &last);
                 if (j == 0) most = last, sum = draws ? 0.0f : log_sum(logits, g->vocab, most);
-                const float score = above[i] + (draws ? __builtin_logf(draws->q[at]) : last - most - sum);
+                const float score = above[i] + (draws ? __builtin_logf(chance_of_leader(j, draws->q[at])) : last - most - sum);
                 tokens[found] = named(g, at), parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
                 scores[found] = score == score ? score : -__builtin_inff(); /* propose nothing if logits are NaN */
             }

@@ -38,11 +38,11 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
         q = None if draws is None or not request.needs_q else draws.q
         tree = TokenTree.from_chain(tokens.clamp(min=0), proposal=request.proposal, q=q)
     elif isinstance(shape, StaticShape):
-        valid = None if min(grown.tokens) >= 0 else tokens >= 0
-        tree = TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents), valid=valid, proposal=request.proposal)
+        real = None if min(grown.tokens) >= 0 else tokens >= 0
+        tree = TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents), valid=real, proposal=request.proposal)
     else:
-        valid = [[True] * tokens.shape[1]]
-        tree = TokenTree.from_lists(tokens.tolist(), [[-1, *grown.parents]], valid, proposal=request.proposal, pruned=True)
+        every, parents = [[True] * tokens.shape[1]], [[-1, *grown.parents]]
+        tree = TokenTree.from_lists(tokens.tolist(), parents, every, proposal=request.proposal, pruned=True)
     return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
 
 
