@@ -130,7 +130,7 @@ FAULTS = [
     ),
     Fault("planning/curves.py", "off / variance * along", "off / variance * along * (along > 1e9)", PLANNING),
     Fault("planning/curves.py", "covariance -= np.outer(along, along) / variance", "covariance[0, 0] *= 0.5", PLANNING),
-    Fault("planning/curves.py", "if not 0 < abs(seen.surprises) < CONVINCED:", "if True:", PLANNING),
+    Fault("planning/curves.py", "if believed or convinced:", "if True:", PLANNING),
     Fault("planning/curves.py", "each.place -= each.place > gone", "each.place -= 0", PLANNING),
     Fault("planning/curves.py", "self.scale if size == 1 else self.checked", "self.checked", PLANNING),
     Fault("drafters/growth.py", "LEADER + (1 - LEADER) * q[..., :1]", "q[..., :1]", DRAWN),
@@ -139,7 +139,7 @@ FAULTS = [
         "growth.h", "racing(draws, level, logits, g->vocab, draws->q + level", "racing(draws, 0, logits, g->vocab, draws->q + level", DRAWN
     ),
     Fault("growth.h", "ranks[node - 1] < some ? leading[ranks[node - 1]] : -1", "leading[ranks[node - 1]]", DRAWN),
-    Fault("growth.h", "(first == 0 || out_tokens[first + i - 1] >= 0)", "1", DRAWN),
+    Fault("growth.h", "first == 0 || out_tokens[first + i - 1] >= 0)", "1)", DRAWN),
     Fault("draft_loops/kernels.py", "real = None if min(grown.tokens) >= 0 else tokens >= 0", "real = None", DRAWN),
     Fault(
         "draft_loops/kernels.py",

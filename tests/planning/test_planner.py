@@ -232,7 +232,7 @@ def test_one_size_that_is_dearer_than_measured_is_learnt():
 
 
 def test_a_size_that_was_seen_before_the_scale_was_known_is_put_right():
-    """All sizes take 1.3 times what was measured. The first observation may be of its size alone; later ones of others say that it is not."""
+    """All sizes take 1.3 times what was measured. The first observation may be of its size alone; others say that it is not."""
     measured = curve({1: 1.0, 5: 2.0, 9: 3.0})
     measured.observe(1, 5, 2.6)
     for _ in range(40):
@@ -251,6 +251,15 @@ def test_a_machine_that_becomes_slower_is_followed_at_once_and_told_from_a_curve
     for _ in range(4):
         measured.observe(1, 1, 1.0)
     assert measured.line(1, (1, 5)) == pytest.approx([1, 8], rel=0.2) and measured.drift == 0
+
+
+def test_a_slower_machine_is_followed_where_no_size_is_seen_twice():
+    measured = curve({1: 1.0, 5: 2.0})
+    for size in range(10, 30):
+        measured.observe(1, size / 4, measured.base(1, size / 4))
+    for size in range(30, 42):
+        measured.observe(1, size / 4, 3 * measured.base(1, size / 4))
+    assert 4.5 < measured.at(1, 5) < 6.5 and measured.drift > 0.7
 
 
 def test_few_sizes_are_told_apart():

@@ -20,7 +20,7 @@ NOISE = 0.08  # of one observation
 PACE = 0.03  # of the scale's change between two observations
 CHANGE = 0.002  # of the same of a deviation
 START = 0.3  # of the scale before the first observation
-OWN, STRANGE = 0.05, 0.3  # of the deviation of a size that was measured in this process, and of any other
+OWN, STRANGE = 0.05, 0.3  # of the deviation of a size that was measured in this process, and of any other; less beside one that was seen
 FADING = 0.9997  # of a deviation per observation
 SURPRISE, CONVINCED = 3.0, 3  # standard deviations beyond which an observation is not believed, until so many in a row say the same
 STALE = 16  # observations after which what contradicts newer ones is forgotten
@@ -29,8 +29,8 @@ MOST = 48  # sizes, of all numbers of rows, that are told apart
 
 @dataclass
 class Seen:
-    """A size that was seen: its ``place`` in the filter's state, the number of the ``last`` observation, and how many in a row were
-    ``surprises``, negative where less was observed than expected."""
+    """A size that was seen: its ``place`` in the filter's state, the number of the ``last`` observation, and ``surprises``, as of a
+    :class:`Curve`."""
 
     place: int
     last: int
@@ -47,6 +47,7 @@ class Curve:
     Attributes:
         points: measured seconds by rows and size.
         trusted: whether they were measured in this process, and not in another one, perhaps in a busy hour.
+        surprises: how many of the last observations in a row were not believed, negative where less was observed than expected.
     """
 
     def __init__(self, prior: Callable[[float], float]):
@@ -54,7 +55,7 @@ class Curve:
         self.trusted = True
         self.points: dict[int, dict[int, float]] = {}
         self.checked = 0.0  # the scale when a single node was last observed
-        self.observations = 0
+        self.observations = self.surprises = 0
         self._seen: dict[int, dict[float, Seen]] = {}  # by rows and size
         self._mean, self._covariance = np.zeros(1), np.full((1, 1), START**2)  # of the scale, and then of the deviations
         self._monotone: dict[int, tuple[list[int], list[float]]] = {}
@@ -115,20 +116,19 @@ class Curve:
             self.scale = self.checked = residual
         self.observations += 1
         seen = self._seen.setdefault(rows, {}).get(size) or self._add(rows, size)
-        seen.last, place = self.observations, seen.place
-        covariance = self._covariance
+        covariance, place = self._covariance, seen.place
         self._mean[1:] *= FADING
         covariance[0, 0] += PACE**2
-        covariance.flat[len(covariance) + 1 :: len(covariance) + 1] += CHANGE**2
+        covariance[place, place] += min(CHANGE**2 * (self.observations - seen.last), OWN**2)
+        seen.last = self.observations
         off = residual - float(self._mean[0] + self._mean[place])
-        if abs(off) <= SURPRISE * math.sqrt(self._variance(place)):
-            seen.surprises = 0
-        else:
-            seen.surprises = max(seen.surprises, 0) + 1 if off > 0 else min(seen.surprises, 0) - 1
-        if abs(seen.surprises) >= CONVINCED:
+        believed = abs(off) <= SURPRISE * math.sqrt(self._variance(place))
+        for each in (self, seen):
+            each.surprises = 0 if believed else max(each.surprises, 0) + 1 if off > 0 else min(each.surprises, 0) - 1
+        if convinced := max(abs(self.surprises), abs(seen.surprises)) >= CONVINCED:
             covariance[0, 0] += off**2
             covariance[place, place] += off**2 / 4
-        if not 0 < abs(seen.surprises) < CONVINCED:  # else the machine may have stopped for a moment
+        if believed or convinced:  # else the machine may have stopped for a moment
             variance, along = self._variance(place), covariance[0] + covariance[place]
             self._mean += off / variance * along
             covariance -= np.outer(along, along) / variance
@@ -154,7 +154,8 @@ class Curve:
         for index, (_, other) in enumerate(others):
             weights[other.place] = interpolated(size, [each for each, _ in others], [float(each == index) for each in range(len(others))])
         along = self._covariance @ weights
-        own = OWN if self.trusted and size in self.points.get(rows, ()) else STRANGE
+        gap = min((abs(math.log(size / other)) for other, _ in others), default=1.0)
+        own = (OWN if self.trusted and size in self.points.get(rows, ()) else STRANGE) * math.sqrt(min(1.0, gap))
         self._covariance = np.block([[self._covariance, along[:, None]], [along[None], weights @ along + own**2]])
         self._mean = np.append(self._mean, weights @ self._mean)
         self._seen[rows][size] = Seen(len(self._mean) - 1, self.observations)

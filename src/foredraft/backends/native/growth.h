@@ -451,7 +451,7 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             int64_t leading[LINE];
             int end = node, some = 0;
             while (end <= count && parents[end - 1] == first + i) end++;
-            if (draws && end > node && (first == 0 || out_tokens[first + i - 1] >= 0))
+            if (draws && end > node && (draws->apart || first == 0 || out_tokens[first + i - 1] >= 0))
                 some = racing(draws, level, logits, g->vocab, draws->q + level * draws->apart, 1 + ranks[end - 2], leading);
             for (int at = -1, rank = 0; node < end; node++) {
                 for (; !draws && rank <= ranks[node - 1]; rank++) at = following(logits, g->vocab, last, at, &last);
