@@ -67,9 +67,10 @@ class Admission:
 
     def excess(self, rows: Sequence[SessionRow]) -> list[SessionRow]:
         """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
+        youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
         gone: list[int] = []
         while not self.target.make_room(self.target.growth(self.nodes(rows), without=gone)) and len(gone) < len(rows) - 1:
-            gone.append(max(set(range(len(rows))).difference(gone), key=lambda index: rows[index].slot))
+            gone.append(youngest[len(gone)])
         self.set_aside += len(gone)
         return [rows[index] for index in gone]
 

@@ -140,11 +140,11 @@ FAULTS = [
     ),
     Fault("growth.h", "ranks[node - 1] < some ? leading[ranks[node - 1]] : -1", "leading[ranks[node - 1]]", DRAWN),
     Fault("growth.h", "first == 0 || out_tokens[first + i - 1] >= 0)", "1)", DRAWN),
-    Fault("draft_loops/kernels.py", "real = None if min(grown.tokens) >= 0 else tokens >= 0", "real = None", DRAWN),
+    Fault("draft_loops/kernels.py", "real = None if min(tokens) >= 0 else torch.tensor([tokens]) >= 0", "real = None", DRAWN),
     Fault(
         "draft_loops/kernels.py",
-        "TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents),",
-        "TokenTree(tokens.clamp(min=0), torch.tensor([[-1, *grown.parents]]),",
+        "TokenTree.from_parents(found, parents,",
+        "TokenTree(found, torch.tensor([parents]),",
         DRAWN,
     ),
     Fault("growth.h", "if (count < k || all[lane] > best[k - 1]) count", "count", DRAWN),
@@ -489,7 +489,7 @@ FAULTS = [
     Fault("paged_attention.py", "if everything and attention_mask is None", "if attention_mask is None", PAGED_ATTENTION),
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
-    Fault("admission.py", "lambda index: rows[index].slot", "lambda index: -rows[index].slot", ADMISSION),
+    Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
     Fault(
         "draft_model.py",
         "            model.prefill([text], first=first)\n            model.compact(",

@@ -36,7 +36,7 @@ HEADS = (
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots in a table that is made once
-WATCHING = ("_output_attentions", "output_hidden_states", "output_router_logits")  # where a configuration keeps what it is asked for
+WATCHING = ("output_attentions", "_output_attentions", "output_hidden_states", "output_router_logits")  # kept in a configuration
 
 
 class Places:

@@ -1,9 +1,9 @@
 """Growing a draft tree level by level, for any drafter that can say what it would do next after every node of a level.
 
 A static shape is filled in: each node's children are the most likely tokens, i.i.d. draws, draws without replacement, or those
-that lead the target's own race (``keyed``). A dynamic shape is grown: the best k nodes of a level, by the product of q along the
-path, are expanded to k children each, and the best ``total`` of all nodes are proposed (EAGLE-2; OPT-Tree). One call of the
-drafter's model per level, for all rows.
+that lead the target's own race (``keyed``). A dynamic shape is grown: the best k nodes of a level are expanded to k children each, and
+the best ``total`` of all nodes are proposed (EAGLE-2; OPT-Tree). Nodes are compared by the product of q along the path, or if they are
+``keyed``, of what :func:`chances_of_leaders` gives. One call of the drafter's model per level, for all rows.
 
 Where a request has ``thresholds``, a draft stops below a token that the drafter is unsure of. The token itself stays, and so do its
 siblings: what hangs below a node depends on the path to it alone, so every rule that is exact for the whole tree is exact for this one.

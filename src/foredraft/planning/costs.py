@@ -164,8 +164,8 @@ class CostModel:
         if branching:
             chain = self.verify(rows, (nodes,), PROMPT)[0]
             before, count = self.branching.get(rows, (0.0, 0))
-            more = min(alone + rest - chain, before + SLOWER * chain)
-            self.branching[rows] = before + max(LEAST_SHARE, 1 / (count + FEW_TREES)) * (more - before), count + 1
+            longer = min(alone + rest - chain, before + SLOWER * chain)
+            self.branching[rows] = before + max(LEAST_SHARE, 1 / (count + FEW_TREES)) * (longer - before), count + 1
             longer = self._longer(rows)
             self._tree_drift = abs(math.log((chain + longer) / (chain + self._checked.setdefault(rows, longer))))
         else:

@@ -33,16 +33,16 @@ def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -
         grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size, draws=draws)
     if grown is None:
         return None
-    tokens = torch.tensor([[ids[-1], *grown.tokens]])
+    tokens, parents = [ids[-1], *grown.tokens], (-1, *grown.parents)
+    found = torch.tensor([tokens]).clamp(min=0)
     if shape.is_chain:
         q = None if draws is None or not request.needs_q else draws.q
-        tree = TokenTree.from_chain(tokens.clamp(min=0), proposal=request.proposal, q=q)
+        tree = TokenTree.from_chain(found, proposal=request.proposal, q=q)
     elif isinstance(shape, StaticShape):
-        real = None if min(grown.tokens) >= 0 else tokens >= 0
-        tree = TokenTree.from_parents(tokens.clamp(min=0), (-1, *grown.parents), valid=real, proposal=request.proposal)
+        real = None if min(tokens) >= 0 else torch.tensor([tokens]) >= 0
+        tree = TokenTree.from_parents(found, parents, valid=real, proposal=request.proposal)
     else:
-        every, parents = [[True] * tokens.shape[1]], [[-1, *grown.parents]]
-        tree = TokenTree.from_lists(tokens.tolist(), parents, every, proposal=request.proposal, pruned=True)
+        tree = TokenTree.from_lists([tokens], [[*parents]], [[True] * len(tokens)], proposal=request.proposal, pruned=True)
     return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
 
 
