@@ -7,14 +7,12 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
 import httpx
-
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,12 @@ class Load:
 
 
 class Tool:
-    """Asks one server; ``body`` has what all requests to it have in common, ``timeout`` the seconds that it may be silent."""
+    """Asks one server; ``body`` has what all requests to it have in common, ``timeout`` the seconds that it may be silent. Each request
+    under way has an HTTP client of its own: one for hundreds of them looks through all of its connections for each."""
 
     def __init__(self, url: str, body: Mapping[str, Any], timeout: float = 120.0):
         self.url, self.body, self.timeout = url, body, httpx.Timeout(timeout, connect=10)
+        self._idle: list[httpx.AsyncClient] = []
 
     def closed(self, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
         """``clients`` at a time, each asking the next when its last has ended."""
@@ -90,45 +90,51 @@ class Tool:
 
     def _run(self, work: Any) -> Load:
         cpu, begin = time.process_time(), time.perf_counter()
-        asked = asyncio.run(work)
+        asked = asyncio.run(self._closing(work))
         seconds = time.perf_counter() - begin
         return Load(seconds, (time.process_time() - cpu) / seconds, asked)
 
+    async def _closing(self, work: Awaitable[list[Asked]]) -> list[Asked]:
+        try:
+            return await work
+        finally:
+            for http in self._idle:
+                await http.aclose()
+            self._idle = []
+
     async def _closed(self, bodies: Sequence[Mapping[str, Any]], clients: int) -> list[Asked]:
         waiting, begin = iter(enumerate(bodies)), time.perf_counter()
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
 
-            async def client() -> list[Asked]:
-                return [await self._ask(http, number, body, begin) for number, body in waiting]
+        async def client() -> list[Asked]:
+            return [await self._ask(number, body, begin) for number, body in waiting]
 
-            found = await asyncio.gather(*(client() for _ in range(clients)))
+        found = await asyncio.gather(*(client() for _ in range(clients)))
         return sorted((each for part in found for each in part), key=lambda each: each.number)
 
     async def _open(self, bodies: Sequence[Mapping[str, Any]], rate: float, seconds: float, seed: int) -> list[Asked]:
         begin, tasks = time.perf_counter(), []
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
-            for number, (moment, body) in enumerate(zip(arrivals(rate, seconds, seed), cycle(bodies))):
-                await asyncio.sleep(max(0.0, moment - (time.perf_counter() - begin)))
-                tasks.append(asyncio.create_task(self._ask(http, number, body, begin)))
-            return list(await asyncio.gather(*tasks))
+        for number, (moment, body) in enumerate(zip(arrivals(rate, seconds, seed), cycle(bodies))):
+            await asyncio.sleep(max(0.0, moment - (time.perf_counter() - begin)))
+            tasks.append(asyncio.create_task(self._ask(number, body, begin)))
+        return list(await asyncio.gather(*tasks))
 
     async def _beside(
         self, bodies: Sequence[Mapping[str, Any]], clients: int, guest: Mapping[str, Any] | None, after: float
     ) -> list[Asked]:
         begin = time.perf_counter()
-        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False, verify=False) as http:
-            tasks = [asyncio.create_task(self._ask(http, number, bodies[number % len(bodies)], begin)) for number in range(clients)]
-            if guest is not None:
-                await asyncio.sleep(after)
-                tasks.append(asyncio.create_task(self._ask(http, clients, guest, begin)))
-            return list(await asyncio.gather(*tasks))
+        tasks = [asyncio.create_task(self._ask(number, bodies[number % len(bodies)], begin)) for number in range(clients)]
+        if guest is not None:
+            await asyncio.sleep(after)
+            tasks.append(asyncio.create_task(self._ask(clients, guest, begin)))
+        return list(await asyncio.gather(*tasks))
 
-    async def _ask(self, http: httpx.AsyncClient, number: int, body: Mapping[str, Any], start: float) -> Asked:
+    async def _ask(self, number: int, body: Mapping[str, Any], start: float) -> Asked:
         def now() -> float:
             return time.perf_counter() - start
 
         begin, chunks, pieces, tokens, status = now(), list[float](), list[str](), 0, "the stream ended early"
         asked = {**self.body, **body, "stream": True, "stream_options": {"include_usage": True}}
+        http = self._idle.pop() if self._idle else httpx.AsyncClient(timeout=self.timeout, trust_env=False, verify=False)
         try:
             async with http.stream("POST", f"{self.url}/v1/completions", json=asked) as response:
                 if response.status_code != 200:
@@ -151,6 +157,7 @@ class Tool:
                         tokens = (document.get("usage") or {}).get("completion_tokens") or tokens
         except (httpx.HTTPError, ValueError) as error:
             status = f"{type(error).__name__}: {error}"
+        self._idle.append(http)
         first, last = (chunks[0], chunks[-1]) if chunks else (begin, begin)
         return Asked(number, begin, first, last, tokens or len(chunks), status, tuple(chunks), "".join(pieces))
 

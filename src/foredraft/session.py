@@ -36,7 +36,7 @@ from foredraft.verification import Rule
 from foredraft.verification.match import Match
 
 PAUSE = 0.05  # seconds that live rows wait while others are read, about, or
-SHARE = 1.5  # times what a round takes, if that is longer
+SHARE = 1.0  # times what a round takes, if that is longer
 LEAST = 16  # tokens that are read at a time: reading the weights for fewer costs nearly as much
 FIRST_RATE = 1000.0  # tokens per second, before it is known
 

@@ -26,6 +26,7 @@ from foredraft.loading import load_model, load_tokenizer
 from foredraft.serving import Settings, application, formats, protect, sse
 from foredraft.serving.failures import ApiError
 from foredraft.serving.hard_schemas import check
+from foredraft.serving.requests import Requests
 from foredraft.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
 OK = {"prompt": "hello", "max_tokens": 2}
@@ -334,7 +335,7 @@ def test_other_origins_are_allowed_where_settings_say_so(url: str):
         assert httpx.get(open_url + "/v1/models", headers=asked).headers["access-control-allow-origin"] == "https://a.example"
 
 
-def test_full_queues_say_when_to_come_back():
+def test_full_queues_say_when_to_come_back(monkeypatch: pytest.MonkeyPatch):
     with served(tiny_chat(), max_queue=2, max_rows=1) as url:
         long = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True, "stream": True}
         with httpx.Client() as client, ExitStack() as open_streams:
@@ -346,6 +347,8 @@ def test_full_queues_say_when_to_come_back():
             wait_for(lambda: gauge(url, "waiting") == 2)
             full = httpx.post(url + "/v1/completions", json=long)
             assert refusal(full, 429)["code"] == "queue_full" and int(full.headers["retry-after"]) >= 1
+            monkeypatch.setattr(Requests, "plan", None)  # a refusal costs no tokenising
+            refusal(httpx.post(url + "/v1/completions", json=long), 429)
 
 
 def test_requests_that_take_too_long_are_over():

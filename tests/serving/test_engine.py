@@ -297,6 +297,9 @@ def test_what_would_wait_for_too_long_is_refused_at_once():
             with pytest.raises(QueueFullError, match="7 rows are to be served before this one, which takes about 7 s") as refusal:
                 engine.submit(job(Choice([0], parameters(10)), owner="busy"))
             assert refusal.value.retry_after == 1.0 and engine.metrics.refused == 1
+            with pytest.raises(QueueFullError, match="7 rows"):
+                engine.check_room("busy")
+            engine.check_room("other")
             jobs.append(job(Choice([0], parameters(10)), owner="other"))
             engine.submit(jobs[-1])  # behind one of the others'
             for each in jobs:

@@ -44,6 +44,7 @@ class Server:
 
     def __init__(self, speculator: Speculator, settings: Settings):
         self.settings, self.speculator = settings, speculator
+        speculator.target.reserve_cache()
         self.engine = Engine(speculator, settings)
         session = self.engine.session
         self.requests = Requests(speculator, settings, guess=isinstance(session.loop.rule, Match), cached=partial(cached, session=session))
@@ -68,6 +69,7 @@ class Server:
 
     async def answer(self, request: Request, asked: Any, kind: type[Answer]) -> Response:
         state, arrived = request.scope["state"], time.monotonic()
+        self.engine.check_room(state["owner"])
         isolation = None if self.settings.share else state["key"]
         plan = await unless_left(request.receive, self.requests.plan(asked, isolation))
         shape = self.speculator.shape

@@ -117,18 +117,32 @@ class Engine:
         sizes = sizes_of(job.choices, self.session, self.settings) if sizes is None else sizes
         rows = [Waiting(job, index, size) for index, size in enumerate(sizes)]
         with self._changed:
-            self._check_ready()
-            excess = self._queue.excess(len(rows))
-            yielding = self._queue.yielding(job.owner, len(rows)) if excess else []
-            if excess and not yielding:
-                raise self._full(excess)
-            self._check_wait(job.owner)
+            yielding = self._room(job.owner, len(rows))
             for other in yielding:  # none of them is at the head, which the thread may be about to take
                 self._queue.remove(other)
                 other.unfinished = set()  # it was refused, and its client does not leave anything
                 send([(other, Failed(self._full(len(other.choices))))])
             self._queue.push(rows)
             self._changed.notify()
+
+    def check_room(self, owner: str) -> None:
+        """Refuse at once what :meth:`submit` would refuse even if it were one row: a refusal must not cost the work of reading a prompt.
+
+        Raises:
+            QueueFullError, DrainingError: as :meth:`submit`.
+        """
+        with self._changed:
+            self._room(owner, 1)
+
+    def _room(self, owner: str, rows: int) -> list[Job]:
+        """The jobs that must leave the queue before ``rows`` of ``owner`` may join it."""
+        self._check_ready()
+        excess = self._queue.excess(rows)
+        yielding = self._queue.yielding(owner, rows) if excess else []
+        if excess and not yielding:
+            raise self._full(excess)
+        self._check_wait(owner)
+        return yielding
 
     def _full(self, excess: int) -> QueueFullError:
         """What a job is told for which there is no place until so many rows have left."""
