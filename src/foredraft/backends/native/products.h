@@ -78,9 +78,10 @@ static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K,
         FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT, VALUES))
 }
 
-/* ASIDE * 16 outputs from o on, of n tokens. `asking` prefetches weights AHEAD bytes before their use, so that reading and computing overlap.
- * Without it, a CPU reads less far ahead when there are more tokens, and hardware prefetchers stop at the end of a page. */
-INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking, int kind) {
+/* ASIDE * 16 outputs from o on, of n tokens. Reading and computing overlap: `asking` prefetches weights AHEAD bytes before their use; and unless
+ * null, a block of weights from `soon` on is prefetched. Without either, a CPU reads less far ahead when there are more tokens, and hardware
+ * prefetchers stop at the end of a page. */
+INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, const char *soon, int asking, int kind) {
     f32 sums[ASIDE][WIDE];
     const size_t block = (size_t)K * 16 * SIZE(kind);
     const char *w = (const char *)m->values + (size_t)o * K * SIZE(kind);
@@ -89,6 +90,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
     for (int k = 0; k < K; k += DEPTH) {
         operand w_k[ASIDE];
         for (int b = 0; asking && b < ASIDE; b++) __builtin_prefetch(w + b * block + (size_t)k * 16 * SIZE(kind) + AHEAD, 0, INTO_L2);
+        if (!asking && soon) __builtin_prefetch(soon + (size_t)k * 16 * SIZE(kind), 0, INTO_L2);
         for (int b = 0; b < ASIDE; b++) w_k[b] = read_weights(w + b * block + (size_t)k * 16 * SIZE(kind), kind);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
@@ -100,7 +102,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
 }
 
 #define WITH(n, asking, kind) \
-    case n: wide_tile(m, o, x, y, K, N, n, asking, kind); break;
+    case n: wide_tile(m, o, x, y, K, N, n, soon, asking, kind); break;
 #if WIDE > 6
 #define MORE(a, kind) WITH(7, a, kind) WITH(8, a, kind) WITH(9, a, kind) WITH(10, a, kind) WITH(11, a, kind) WITH(12, a, kind)
 #else
@@ -116,15 +118,23 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
     else \
         FOR_EACH(a, VALUES)
 
-static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(1) }
-static void further_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(0) }
+static void alone_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
+    const char *soon = 0;
+    FOR_BOTH(1)
+}
+static void round_of_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, const char *soon) { FOR_BOTH(0) }
 
-/* BLOCKS * 16 outputs from o on, of FEW(kind) < T <= SOME tokens */
-static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
+/* BLOCKS * 16 outputs from o on, of FEW(kind) < T <= SOME tokens. In several rounds, each over the same weights, the first ASIDE rounds prefetch
+ * a block each of the next outputs' weights: otherwise the first would wait for memory, and memory for the others. `after` as below. */
+static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const char *after) {
     const int wide = WIDEST(m->kind), rounds = (T + wide - 1) / wide, each = (T + rounds - 1) / rounds;
+    const size_t block = (size_t)K * 16 * SIZE(m->kind);
     for (int end = o + BLOCKS * 16; o < end; o += ASIDE * 16, y += ASIDE * 16) {
-        asking_tokens(m, o, x, y, K, N, each);
-        for (int t = each; t < T; t += each) further_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
+        const char *soon = o + ASIDE * 16 < end ? (const char *)m->values + (size_t)(o + ASIDE * 16) * K * SIZE(m->kind) : after;
+        if (rounds == 1) alone_tokens(m, o, x, y, K, N, T);
+        for (int t = 0, round = 0; rounds > 1 && t < T; t += each, round++)
+            round_of_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each,
+                            soon && round < ASIDE ? soon + round * block : 0);
     }
 }
 
@@ -245,7 +255,7 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     if (T > WIDE) return;
 #endif
     if (T > FEW(m->kind) && T <= SOME)
-        wide_tokens(m, o, x, out, T, K, WIDTH);
+        wide_tokens(m, o, x, out, T, K, WIDTH, after);
     else if (T > SOME && T <= MANY)
         many_tokens(m, o, x, out, T, K, WIDTH, after);
     else
