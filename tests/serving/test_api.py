@@ -226,6 +226,8 @@ def test_predictions_are_counted(url: str):
     details = answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] > 0
     assert "completion_tokens_details" not in full["usage"]
+    wrong = post(url, prompt="hello", max_tokens=30, seed=2, prediction={"type": "content", "content": text(full)[0][:9] + "?" * 9})
+    assert text(wrong) == text(full) and wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
 
 
 def test_predictions_and_what_a_grammar_forces_are_both_drafted(url: str):
@@ -257,6 +259,8 @@ def test_request_metrics_are_vllms(url: str):
     assert found["num_accepted_draft_tokens"] == sum(k * count for k, count in enumerate(found["acceptance_histogram"]))
     assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
     assert post(url, prompt="hello", max_tokens=4, n=2)["metrics"] == {"speculative_decoding": None}
+    streamed = [chunk["metrics"] for chunk in post(url, prompt="hello", max_tokens=30, seed=2, stream=True) if "metrics" in chunk]
+    assert streamed == [{"speculative_decoding": found}]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -273,6 +277,9 @@ def test_grammars_hold_whole_and_streamed(url: str, path: str):
         choice = answer["choices"][0]
         written = choice["text"] if "text" in choice else choice["message"]["content"]
         assert list(json.loads(written)) == ["n"] and choice["finish_reason"] == "stop"
+        chunks = post(url, path, **prompt, max_tokens=60, seed=seed, structured_outputs={"json": schema}, stream=True)
+        pieces = [choice.get("text") or choice.get("delta", {}).get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(pieces) == written and len(pieces) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import subprocess
 import sys
 from datetime import datetime
+from inspect import getsource
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from helpers import tiny
 
 from foredraft import ConfigurationError, Speculator
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
 from foredraft.serving.fingerprint import weights_digest
 from foredraft.serving.settings import Settings
@@ -25,11 +28,25 @@ PROGRAM = """
 import torch
 from helpers import tiny
 from foredraft import Speculator
+from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
 from foredraft.serving.settings import Settings
 torch.set_num_threads(1)
-print(Engine(Speculator(tiny().double(), "suffix", self_test=False, execution="eager"), Settings()).fingerprint)
+engine = Engine(Speculator(tiny().double(), "suffix", self_test=False, execution="eager"), Settings())
+print(engine.fingerprint)
+print(texts(engine))
 """
+
+
+def texts(engine: Engine) -> list[list[int]]:
+    """Of four seeds."""
+    found: dict[int, list[int]] = {
+        engine.session.add([3, 4, 5], RowParameters(max_new_tokens=30, do_sample=True, seed=(seed, 0))): [] for seed in range(4)
+    }
+    while engine.session.live:
+        for commit in engine.session.step():
+            found[commit.slot] += commit.tokens
+    return [*found.values()]
 
 
 def fingerprint(model=None, drafter="none", settings: Settings = Settings(), **options) -> str:  # noqa: B008
@@ -47,9 +64,16 @@ def test_it_is_the_same_after_a_restart_and_with_any_drafter():
     assert found == fingerprint(model, drafter="prompt-lookup", shape="chain(3)")
     paths = [path for path in sys.path if path.endswith(("support", "src"))]
     again = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{PROGRAM}"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"from __future__ import annotations\nimport sys; sys.path[:0] = {paths}\n{getsource(texts)}{PROGRAM}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert again.stdout.strip() == found
+    told, written = again.stdout.strip().split("\n")
+    assert told == found
+    speculator = Speculator(model, "prompt-lookup", self_test=False, execution="eager", shape="chain(3)")
+    assert json.loads(written) == texts(Engine(speculator, Settings())) and len({*map(str, json.loads(written))}) == 4
+    speculator.close()
 
 
 def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
 from browser import chromium, opened
 from browser import violations as violations_of_a_theme
-from served import served
+from served import served, tiny_chat
 
 import foredraft
 
@@ -541,6 +542,25 @@ def test_chat_is_offered_where_there_is_a_template(browser, url):
         assert violations(page) == []
         page.get_by_role("button", name="Complete", exact=True).click()
         page.get_by_label("Beginning of the text").wait_for()
+
+
+def test_a_conversation_with_a_real_server(browser):
+    with served(tiny_chat()) as chatty, opened(browser, chatty) as page:
+        page.get_by_role("heading", name="Chat").wait_for()
+        page.get_by_label("Seed").fill("5")
+        page.get_by_label("Max. tokens").fill("20")
+        asked = {"temperature": float(page.get_by_label("Temperature").input_value()), "seed": 5, "max_tokens": 20}
+        messages = []
+        for number, text in enumerate(("hello", "the user")):
+            page.get_by_label("Message").fill(text)
+            page.keyboard.press("Enter")
+            page.get_by_text(re.compile(r"\d tokens in \d")).nth(number).wait_for()
+            messages.append({"role": "user", "content": text})
+            answer = httpx.post(f"{chatty}/v1/chat/completions", json={"messages": messages, **asked}, timeout=60).json()
+            written = answer["choices"][0]["message"]["content"]
+            messages.append({"role": "assistant", "content": written})
+            assert "".join(page.locator(".tokens").nth(number).locator(".tok.accepted, .tok.own").all_text_contents()) == written
+        assert violations(page) == []
 
 
 def test_while_a_text_is_written_no_other_begins(browser, url):

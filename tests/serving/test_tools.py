@@ -355,6 +355,16 @@ def test_strict_tools_do_not_go_with_what_says_where_the_text_ends(url: str, fie
     assert refused.status_code == 400 and "cannot be combined with tools" in refused.json()["error"]["message"]
 
 
+def test_with_the_choice_none_tools_are_not_there(url: str):
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "seed": 3, "temperature": 1}
+    plain, none, auto = (
+        httpx.post(url + "/v1/chat/completions", json=asked | more, timeout=60).json()
+        for more in ({}, {"tools": [named("f")], "tool_choice": "none"}, {"tools": [named("f")]})
+    )
+    assert none["choices"] == plain["choices"] and none["usage"] == plain["usage"]
+    assert auto["usage"]["prompt_tokens"] > none["usage"]["prompt_tokens"]
+
+
 # -- calls that have to be --------------------------------------------------------------------------------------------------
 
 

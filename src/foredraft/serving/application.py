@@ -161,7 +161,9 @@ class Server:
 
         Raises:
             ApiError: 503; too much of it waits.
+            DrainingError: the server is about to stop, or was not started.
         """
+        self.engine.check_ready()
         if self._aside >= MOST_ASIDE:
             raise busy(f"{MOST_ASIDE} requests of this kind are waiting; try again later")
         self._aside += 1

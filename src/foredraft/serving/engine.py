@@ -136,7 +136,7 @@ class Engine:
 
     def _room(self, owner: str, rows: int) -> list[Job]:
         """The jobs that must leave the queue before ``rows`` of ``owner`` may join it."""
-        self._check_ready()
+        self.check_ready()
         excess = self._queue.excess(rows)
         yielding = self._queue.yielding(owner, rows) if excess else []
         if excess and not yielding:
@@ -164,7 +164,11 @@ class Engine:
                 seconds,
             )
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """
+        Raises:
+            DrainingError: the server is about to stop, or was not started.
+        """
         if self.state == "new":
             raise DrainingError("the engine was not started: an application that mounts this one must run its lifespan as well")
         if self.state != "ready":
@@ -193,7 +197,7 @@ class Engine:
         """
         call = Call(function)
         with self._changed:
-            self._check_ready()
+            self.check_ready()
             if len(self._alone) >= CALLS:
                 raise BusyError("too many others want the server alone; try again when it is idle")
             self._alone.append(call)

@@ -141,7 +141,7 @@ function Rolling({ known }) {
         <${Choice} label="Shape of the draft" value=${shape} set=${put("shape")}
           options=${shapes.map((each) => ({ id: each, name: each }))} />
         <${Choice} label="Rule" value=${rule} set=${put("rule")} options=${rules.map((name) => ({ id: name, name: lossy(name) }))} />
-        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.05" most="2" step="0.05" />
+        <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.1" most="2" step="0.05" />
         <div class="buttons" ref=${row}>
           <button type="submit" class="primary" disabled=${Boolean(busy)}>${found ? "Roll again" : "Roll"}</button>
           ${busy === "many"
