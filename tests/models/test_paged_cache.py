@@ -329,34 +329,6 @@ def test_a_failed_allocation_of_more_than_is_needed_is_not_noticed(drafter, at, 
     assert next(calls) > at and not session.memory.set_aside
 
 
-@pytest.mark.parametrize("reserved", [True, False])
-def test_a_cache_that_is_reserved_moves_only_once_as_texts_come(reserved):
-    speculator = with_drafter("prompt-lookup")
-    wanted = serve_more_and_more(speculator.session())
-    speculator.release()
-    if reserved:
-        speculator.target.reserve_cache()
-    session, cache = speculator.session(), speculator.target.cache
-    session.add(text(10), RowParameters(max_new_tokens=1))
-    session.step()
-    before = cache.allocations
-    assert serve_more_and_more(session) == wanted
-    assert (cache.allocations == before + 1) == reserved and cache.allocations > before
-    assert cache.stores[0].allocated == cache.pool.made, "only pages that were used take memory"
-
-
-def test_a_cache_that_cannot_be_reserved_grows_as_it_would_without(monkeypatch):
-    speculator = with_drafter("prompt-lookup")
-    wanted = serve_more_and_more(speculator.session())
-    speculator.release()
-    speculator.target.reserve_cache()
-    session, cache = speculator.session(), speculator.target.cache
-    before = cache.allocations
-    with failing(monkeypatch, lambda count, pages: pages > 300):
-        assert serve_more_and_more(session) == wanted
-    assert 150 <= cache.stores[0].room <= 300 and cache.allocations <= before + len(cache.layers) + 4 and not session.memory.set_aside
-
-
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
 def test_rows_wait_for_each_other_in_less_memory_than_was_promised(drafter, monkeypatch):
     speculator = with_drafter(drafter)

@@ -183,15 +183,14 @@ class PageStore:
         return grows
 
     def _grow(self, room: int) -> int:
-        """Give every layer tensors for ``room`` pages or, where memory is short, for fewer, at least those that were taken. Returns for how
-        many."""
+        """Give every layer tensors for ``room`` pages or, where memory is short, for no more than were taken. Returns for how many."""
         try:
             for layer in self.layers:
                 self.allocate(layer, layer.keys, layer.values, room)
         except CacheMemoryError:
             if room == self.pool.made:
                 raise
-            return self._grow(max(self.pool.made, room // 2))
+            return self._grow(self.pool.made)
         return room
 
     def trim(self, blocks: int) -> bool:

@@ -38,7 +38,6 @@ class PagedCache(TreeCache):
         pool: who holds which page of the layers without a window. If there are none, it counts pages that take no memory.
         stores: the pages of each kind, those without a window first.
         reader: reads keys and values in place during a pass; None if the cache returns them to the model.
-        at_once: tensors that grow get room for all pages that the pools allow, so that they move once.
     """
 
     def __init__(self, kinds: Sequence[Kind], *, handed: bool = False) -> None:
@@ -49,7 +48,6 @@ class PagedCache(TreeCache):
         self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
         self.handed = handed
         self.reader: Any = None
-        self.at_once = False
         self._memory: int | None = None
         self._beside = 0
         self._reset()
@@ -456,10 +454,7 @@ class PagedCache(TreeCache):
                 if store.trim(self.capacity // PAGE):
                     self.allocations, self._viewed = self.allocations + 1, None
         for store in self.stores:
-            ahead = rows * pages_kept(self._ahead, store.kind.window, PAGE)
-            if self.at_once and store.layers and store.pool.limit is not None:
-                ahead = store.pool.limit
-            if store.fit(ahead, self.capacity // PAGE, clean=self.handed):
+            if store.fit(rows * pages_kept(self._ahead, store.kind.window, PAGE), self.capacity // PAGE, clean=self.handed):
                 self.allocations, self._viewed = self.allocations + 1, None
 
     def _store(self, index: int) -> PageStore:

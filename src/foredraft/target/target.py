@@ -351,12 +351,6 @@ class Target(Passes):
         """Bytes of ``cache_memory`` for so many ``pages`` of each kind."""
         return 0 if self._counted is None else self._counted.cost(pages)
 
-    def reserve_cache(self) -> None:
-        """Have room for all of ``cache_memory`` when the cache first grows. Else its tensors double again and again as texts come, and all
-        rows wait while they are copied. On a CPU, where memory counts only once it is written to; elsewhere this does nothing."""
-        if isinstance(self.cache, PagedCache):
-            self.cache.at_once = self.device.type == "cpu"
-
     def limit_to_held(self) -> bool:
         """After an allocation failed: the cache may take no more from now on than there was memory for. Whether that is less than before,
         and leaves pages for a row."""
