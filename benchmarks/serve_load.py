@@ -157,7 +157,8 @@ class Tool:
                         tokens = (document.get("usage") or {}).get("completion_tokens") or tokens
         except (httpx.HTTPError, ValueError) as error:
             status = f"{type(error).__name__}: {error}"
-        self._idle.append(http)
+        finally:
+            self._idle.append(http)
         first, last = (chunks[0], chunks[-1]) if chunks else (begin, begin)
         return Asked(number, begin, first, last, tokens or len(chunks), status, tuple(chunks), "".join(pieces))
 

@@ -90,7 +90,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
     for (int k = 0; k < K; k += DEPTH) {
         operand w_k[ASIDE];
         for (int b = 0; asking && b < ASIDE; b++) __builtin_prefetch(w + b * block + (size_t)k * 16 * SIZE(kind) + AHEAD, 0, INTO_L2);
-        if (!asking && soon) __builtin_prefetch(soon + (size_t)k * 16 * SIZE(kind), 0, INTO_L2);
+        if (soon) __builtin_prefetch(soon + (size_t)k * 16 * SIZE(kind), 0, INTO_L2);
         for (int b = 0; b < ASIDE; b++) w_k[b] = read_weights(w + b * block + (size_t)k * 16 * SIZE(kind), kind);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
