@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cache
 
 import pytest
@@ -315,6 +316,21 @@ def test_a_path_that_is_no_model(source, tmp_path):
         Speculator(str(tmp_path), drafter="none")
     with pytest.raises(ConfigurationError, match="flot32"):
         Speculator("zoo:python-8m", drafter="none", dtype="flot32")
+
+
+def test_a_checkpoint_that_contradicts_its_config_or_lacks_weights(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    size = config["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": size + 8}))
+    message = rf"contradicts its config.json: model\.layers\.0\.mlp\.down_proj\.weight has shape \(\d+, {size}\) .* and \(\d+, {size + 8}\)"
+    with pytest.raises(ConfigurationError, match=message):
+        Speculator(str(tmp_path), drafter="none")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    with pytest.raises(
+        ConfigurationError, match=r"lacks model\.layers\.\d\.input_layernorm\.weight, and \d+ others, which .* random numbers"
+    ):
+        Speculator(str(tmp_path), drafter="none")
 
 
 def test_what_is_no_model():

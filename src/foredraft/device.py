@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -31,6 +34,22 @@ def wait_for(device: torch.device) -> None:
 def default_device() -> str:
     """Where a model given by name is loaded unless somebody says otherwise: a CUDA GPU if there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+NORESERVE = 0x4000  # ``MAP_NORESERVE`` of Linux, which :mod:`mmap` has since Python 3.13
+CAN_RESERVE = sys.platform == "linux"
+
+
+def reserved(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros on the CPU whose memory counts, for all that Linux limits, only once it is written to. So it may be larger than
+    the memory of the machine, and a process that has one can still fork, which is refused with such a tensor of :func:`torch.empty`.
+
+    Raises:
+        OSError: there are not so many addresses.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def host_by_default(device: torch.device) -> AbstractContextManager[object]:

@@ -90,7 +90,9 @@ def load_model(
         if file is not None:
             model = load_gguf(loader, folder, file, parse_dtype(dtype), **how)
         else:
-            model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
+            how |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told by check_weights
+            model, info = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
+            check_weights(source, info)
     except ConfigurationError:
         raise
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -100,6 +102,25 @@ def load_model(
         check_quantized(model, source)
         quantize_experts(model, quantization)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
+
+
+def check_weights(source: str, info: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigurationError: by the loading ``info`` of transformers, the model has weights that are not those of the files.
+    """
+    if wrong := sorted(info["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        raise ConfigurationError(
+            f"the checkpoint {source!r} contradicts its config.json: {name} has shape {tuple(found)} in the files, and {tuple(wanted)} "
+            "in a model of that configuration; load a folder whose files and config.json are of the same model"
+        )
+    if lacking := sorted(info["missing_keys"]):
+        more = f", and {len(lacking) - 1} others" if len(lacking) > 1 else ""
+        raise ConfigurationError(
+            f"the checkpoint {source!r} lacks {lacking[0]}{more}, which transformers would fill with random numbers; load one with all "
+            "weights of its config.json"
+        )
 
 
 def loader_for(config: Mapping[str, Any]) -> tuple[Any, str]:

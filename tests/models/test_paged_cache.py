@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from helpers import random_tree
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 
 from foredraft import CacheMemoryError, RowParameters, Speculator, TokenTree
+from foredraft.device import CAN_RESERVE, reserved
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import page_stores
 from foredraft.models.page_stores import GONE
@@ -300,21 +303,66 @@ def serve_more_and_more(session):
 @contextmanager
 def failing(monkeypatch, fails):
     """Allocations of pages fail where ``fails(how many there were before, pages)``."""
-    calls, empty = itertools.count(), torch.empty
+    calls = itertools.count()
 
-    def allocate(*shape, **options):
-        if fails(next(calls), shape[1]):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(*shape, **options)
+    def allocating(function, error):
+        def allocate(*shape, **options):
+            if fails(next(calls), shape[1]):
+                raise error
+            return function(*shape, **options)
+
+        return allocate
 
     with monkeypatch.context() as patch:
-        patch.setattr(page_stores, "torch", SimpleNamespace(**{**vars(torch), "empty": allocate}))
+        empty = allocating(torch.empty, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        patch.setattr(page_stores, "torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
+        patch.setattr(page_stores, "reserved", allocating(reserved, OSError(errno.ENOMEM, "Cannot allocate memory")))
         yield calls
 
 
 def with_drafter(drafter):
     drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
     return Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)", rule="match")
+
+
+@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_cache_that_is_reserved_moves_only_once_as_texts_come(at_once):
+    speculator = with_drafter("prompt-lookup")
+    wanted = serve_more_and_more(speculator.session())
+    speculator.release()
+    if at_once:
+        speculator.target.reserve_cache()
+    session, cache = speculator.session(), speculator.target.cache
+    session.add(text(10), RowParameters(max_new_tokens=1))
+    session.step()
+    before = cache.allocations
+    assert serve_more_and_more(session) == wanted
+    assert (cache.allocations == before + 1) == at_once and cache.allocations > before
+    assert cache.stores[0].allocated == cache.pool.made, "only pages that were used take memory"
+
+
+@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+def test_a_cache_that_cannot_be_reserved_grows_as_it_would_without(monkeypatch):
+    speculator = with_drafter("prompt-lookup")
+    wanted = serve_more_and_more(speculator.session())
+    speculator.release()
+    speculator.target.reserve_cache()
+    session, cache = speculator.session(), speculator.target.cache
+    before = cache.allocations
+    with failing(monkeypatch, lambda count, pages: pages > 300):
+        assert serve_more_and_more(session) == wanted
+    assert 150 <= cache.stores[0].room <= 300 and cache.allocations <= before + len(cache.layers) + 4 and not session.memory.set_aside
+
+
+@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+def test_a_process_that_has_reserved_more_than_the_memory_of_the_machine_can_fork():
+    held = reserved(2, 3 * os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE"), dtype=torch.uint8)
+    held[1, -1] = 1
+    child = os.fork()
+    if not child:
+        os._exit(0 if held[1, -1, -1] == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize(("drafter", "at"), covered(["prompt-lookup", "draft-model"], (12, 18, 21, 26, 31, 36, 41, 46), ways=1))

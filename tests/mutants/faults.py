@@ -635,7 +635,7 @@ FAULTS = [
     Fault("engine.py", "        if self._failures >= FATAL:\n", "        if False:\n", ENGINE),
     Fault("engine.py", "                if not self._live:\n", "                if True:\n", ENGINE),
     Fault("engine.py", "job.unfinished.discard(index)", "pass", ENGINE),
-    Fault("metrics.py", "self.drafts += commit.drafted > 0", "self.drafts += 1", METRICS),
+    Fault("metrics.py", "        if commit.drafted:\n            self.drafts", "        if True:\n            self.drafts", METRICS),
     Fault("metrics.py", "enumerate(commit.drafted_by_depth, 1)", "enumerate(commit.drafted_by_depth)", METRICS),
     Fault("fingerprint.py", '        "threads": torch.get_num_threads(),\n', "", FINGERPRINT),
     Fault("fingerprint.py", " | dict(speculator.model.named_buffers())", "", FINGERPRINT),

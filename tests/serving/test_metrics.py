@@ -63,7 +63,7 @@ def test_names_labels_and_sums():
             for each in asked:
                 engine.submit(each)
             events = await asyncio.gather(*map(all_events, asked))
-            drafts = engine.metrics.drafts
+            drafts = engine.metrics.drafts.total()
             engine.submit(leaver := job(Choice([0], parameters(10_000))))
             await anext(leaver.events())
             engine.leave(leaver)
@@ -140,9 +140,10 @@ def test_drafts_are_counted_for_the_one_of_several_that_made_them():
         for kind, total, nodes in (
             ("drafted", stats.drafted, [(each, node) for each in traces for node in range(1, len(each.tokens))]),
             ("accepted", stats.accepted, [(each, node) for each in traces for node in each.path[1:]]),
+            ("drafts", found["vllm:spec_decode_num_drafts_total"][()], [(each, 1) for each in traces if len(each.tokens) > 1]),
         ):
             counted = Counter[str]()
-            for labels, count in found[f"foredraft:{kind}_tokens_total"].items():
+            for labels, count in found[f"foredraft:{kind}_total" if kind == "drafts" else f"foredraft:{kind}_tokens_total"].items():
                 counted[dict(labels)["drafter"]] += int(count)
             assert counted == Counter(each.drafters[node] for each, node in nodes) and sum(counted.values()) == total
             assert set(counted) == {"prompt-lookup", "token-recycling", "prediction"}, counted

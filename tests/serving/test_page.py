@@ -331,6 +331,21 @@ def test_every_view_fits_its_window(browser, url, width):
         assert fits(page)
 
 
+def test_long_tokens_fit_a_narrow_window(browser, url):
+    with opened(browser, f"{url}/#roll", width=360, motion="reduce") as page:
+        page.get_by_label("Rule").select_option("rejection")
+        for _ in range(100):
+            page.get_by_role("button", name=re.compile("^Roll( again)?$")).click()
+            page.locator(".landed").wait_for()
+            if page.locator(".residual").count():
+                break
+        page.get_by_role("button", name="Roll 500").click()
+        page.locator(".closing").wait_for()
+        for found in (".residual .tok", ".bars code"):
+            page.locator(found).first.evaluate("(each) => { each.textContent = '#'.repeat(64); }")
+            assert fits(page), found
+
+
 def fits(page) -> bool:
     return page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 

@@ -69,8 +69,15 @@ def signed(words):
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def about_compressed(bits=4, group=32, form="pack-quantized", activations=None):
-    weights = {"num_bits": bits, "type": "int", "strategy": "group" if group else "channel", "group_size": group, "symmetric": False}
+def about_compressed(bits=4, group=32, form="pack-quantized", activations=None, **others):
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": "group" if group else "channel",
+        "group_size": group,
+        "symmetric": False,
+        **others,
+    }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
@@ -84,32 +91,43 @@ ABOUT = {
     "compressed-8": about_compressed(8, None),
     "compressed-int8": about_compressed(8, None, "int-quantized"),
 }
+VARIANTS = {  # of compressed-tensors
+    "compressed-symmetric": about_compressed(symmetric=True),
+    "compressed-ordered": about_compressed(actorder="group"),
+    "compressed-8-groups": about_compressed(8),
+    "compressed-int8-tensor": about_compressed(8, None, "int-quantized", strategy="tensor"),
+}
 
 
 def stored(method, outputs, inputs, seed):
     """What the files have for a layer, and the weights that it stands for."""
     bits = 8 if "8" in method else 4
-    group = inputs if bits == 8 else 32
+    group = inputs if bits == 8 and "groups" not in method else 32
     g_idx = None
     made = numbers(outputs, inputs, bits=bits, group=group, seed=seed)
     codes, scale, zeros = codes_from(made.qdata, bits), (made.scale.float() * (8 if bits == 4 else 1) / 64).to(torch.float16), made.zeros
     zeros = zeros.clamp(0, (1 << bits) - 1)
     if "gptq" not in method:
         zeros = zeros.clamp(min=1)
+    if method == "compressed-symmetric":
+        zeros = torch.full_like(zeros, 8)
+    if method == "compressed-int8-tensor":
+        scale, zeros = scale[:1].expand_as(scale), zeros[:1].expand_as(zeros)
+    if "ordered" in method:
+        g_idx = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) // group
     if method == "awq":
         parts = awq(codes, scale, zeros, group)
     elif "gptq" in method:
-        if method == "gptq-ordered":
-            g_idx = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) // group
         parts = gptq(codes, scale, zeros, group, g_idx=g_idx, first=int(bits == 4), bits=bits)
-    elif method == "compressed-int8":
-        parts = {
-            "weight": (codes.short() - 128).to(torch.int8),
-            "weight_scale": scale,
-            "weight_zero_point": (zeros.short() - 128).to(torch.int8),
-        }
+    elif "int8" in method:
+        parts = {"weight_scale": scale, "weight_zero_point": (zeros.short() - 128).to(torch.int8)}
+        if method == "compressed-int8-tensor":
+            parts = {name: part[0] for name, part in parts.items()}
+        parts["weight"] = (codes.short() - 128).to(torch.int8)
     else:
-        parts = compressed(codes, scale, zeros, group, bits=bits)
+        parts = compressed(codes, scale, None if method == "compressed-symmetric" else zeros, group, bits=bits)
+        if g_idx is not None:
+            parts["weight_g_idx"] = g_idx.int()
     groups = torch.arange(inputs) // group if g_idx is None else g_idx
     return parts, (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
 

@@ -15,7 +15,7 @@ from helpers import alone, generate, repetitive
 from kernel_cases import DTYPES, needs_kernels
 from kernel_cases import always as always  # a fixture
 from safetensors.torch import load_file, save_file
-from stored import ABOUT, in_blocks, numbers, stored
+from stored import ABOUT, VARIANTS, about_compressed, in_blocks, numbers, stored
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError, hub, zoo
@@ -335,7 +335,7 @@ def checkpoint(folder, method, name="qwen3", dtype=torch.float32, change=None):
             module.weight.data = weight
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {
-        "quantization_config": copy.deepcopy(ABOUT[method]),
+        "quantization_config": copy.deepcopy((ABOUT | VARIANTS)[method]),
         "dtype": str(dtype)[6:],
     }
     if change is not None:
@@ -345,12 +345,12 @@ def checkpoint(folder, method, name="qwen3", dtype=torch.float32, change=None):
     return model
 
 
-@pytest.mark.parametrize("method", ABOUT)
+@pytest.mark.parametrize("method", [*ABOUT, *VARIANTS])
 def test_a_checkpoint_is_read_at_its_bits(method, tmp_path):
     expected = checkpoint(tmp_path, method)
     found = load_model(str(tmp_path))
     wanted = dict(expected.named_parameters())
-    bits = {"awq": 4, "gptq": 4, "gptq-ordered": 4, "compressed-4": 4}.get(method, 8)
+    bits = 8 if "8" in method else 4
     for name, each in found.named_parameters():
         if isinstance(each, GroupedTensor):
             assert each.bits == bits and each.scale.dtype == torch.float16
@@ -626,6 +626,13 @@ def turned(part):
             lambda about, state: about.update(transform_config={"config_groups": {"u": {"apply": [{"location": "output"}]}}}),
             "with transforms of activations",
         ),
+        ("compressed-4", lambda about, state: about.update(config_groups={}), "and says not how"),
+        (
+            "compressed-4",
+            lambda about, state: about["config_groups"].update(other=about_compressed(group=64)["config_groups"]["group_0"]),
+            "in several ways",
+        ),
+        ("compressed-4", lambda about, state: about["config_groups"]["group_0"]["weights"].update(strategy="block"), "scales by 'block'"),
         (
             "awq",
             lambda about, state: [without(part)(about, state) for part in ("qweight", "qzeros", "scales")],
@@ -802,6 +809,32 @@ def test_a_gguf_file_with_other_tensors_than_its_model_is_refused(how, message, 
     """Such as Mixtral's, which llama.cpp calls a llama."""
     gguf_file(tmp_path, "Q8_0", "wide-llama", **how)
     with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("feed_forward_length", r"contradicts its configuration: model\.layers\.0\.mlp\.\w+_proj has weights of .* are needed"),
+        ("vocab_size", r"model\.gguf' has another shape of lm_head\.weight, unlike a LlamaForCausalLM"),
+    ],
+)
+def test_a_gguf_file_whose_tensors_contradict_what_it_says_is_refused(field, message, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    write = getattr(gguf.GGUFWriter, f"add_{field}")
+    monkeypatch.setattr(gguf.GGUFWriter, f"add_{field}", lambda self, size: write(self, size + 32))
+    gguf_file(tmp_path, "Q8_0")
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_gguf_files_of_other_architectures_are_refused(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    with pytest.raises(ConfigurationError, match=r"has a model of llama\.cpp's 'mamba'; of GGUF files llama, .* are read"):
         load_model(tmp_path / "model.gguf")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.device import to_device
+from foredraft.device import reserved, to_device
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache import Layer, Window
 from foredraft.models.cache_sizes import LEEWAY, in_words
@@ -69,11 +69,13 @@ class PageStore:
         room: pages that tensors have room for; the one after them stands for those that a row lacks, and stays zero.
         places: where this pass writes and reads, by device, once that was asked.
         table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; missing pages are the one after :attr:`room`.
+        at_once: tensors, which are on the CPU, get room for all pages that the pool allows when they grow, so that they move once.
     """
 
     def __init__(self, kind: Kind, pool: PagePool):
         self.kind, self.pool = kind, pool
         self.places: dict[torch.device, Places] = {}
+        self.at_once = False
         self.reset()
 
     def reset(self) -> None:
@@ -169,7 +171,9 @@ class PageStore:
         grows = self.pool.made > self.room or (not self.layers and ahead > self.room)
         if grows:
             more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
-            self.room = self._grow(max(self.pool.made, more if limit is None else min(more, limit)))
+            if limit is not None:
+                more = limit if self.at_once and self.layers else min(more, limit)
+            self.room = self._grow(max(self.pool.made, more))
             self.lay_out(0, blocks)
         made, handed_out = self.pool.made, self.pool.handed_out()
         used = [page for page in handed_out if clean and page < self.made]
@@ -183,14 +187,15 @@ class PageStore:
         return grows
 
     def _grow(self, room: int) -> int:
-        """Give every layer tensors for ``room`` pages or, where memory is short, for no more than were taken. Returns for how many."""
+        """Give every layer tensors for ``room`` pages or, where memory is short, for fewer, at least those that were taken. Returns for how
+        many."""
         try:
             for layer in self.layers:
                 self.allocate(layer, layer.keys, layer.values, room)
         except CacheMemoryError:
             if room == self.pool.made:
                 raise
-            return self._grow(self.pool.made)
+            return self._grow(max(self.pool.made, room // 2))
         return room
 
     def trim(self, blocks: int) -> bool:
@@ -209,9 +214,13 @@ class PageStore:
         contiguous, so that consecutive pages can be read as a view."""
         stores = []
         for old, new in ((layer.keys, keys), (layer.values, values)):
+            shape = new.shape[1], room + 1, PAGE, new.shape[3]
             try:
-                store = torch.empty(new.shape[1], room + 1, PAGE, new.shape[3], dtype=new.dtype, device=new.device).transpose(0, 1)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if self.at_once:
+                    store = reserved(*shape, dtype=new.dtype).transpose(0, 1)
+                else:
+                    store = torch.empty(*shape, dtype=new.dtype, device=new.device).transpose(0, 1)
+            except (torch.OutOfMemoryError, RuntimeError, OSError) as error:
                 raise CacheMemoryError(
                     f"the key-value cache grows to {in_words(room * self.kind.page_bytes)}, and {keys.device} has no room for it; set "
                     "cache_memory to less, so that rows wait for each other, or use a shorter prompt or a smaller max_new_tokens"

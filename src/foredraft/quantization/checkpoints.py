@@ -81,9 +81,10 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
         config.quantization_config = {"quant_method": NAME, "original": about, "form": "gguf", "source": f"{source}/{name}", "there": there}
     made = loader._model_mapping[type(config)]  # the class itself: the loader asks what is at a path, and there is none
     model, info = made.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype or torch.bfloat16, output_loading_info=True, **how
+        None, config=config, state_dict=state, dtype=dtype or torch.bfloat16, output_loading_info=True, ignore_mismatched_sizes=True, **how
     )
-    for what, tensors in (("has", info["unexpected_keys"]), ("lacks", info["missing_keys"])):
+    others = [name for name, _, _ in info["mismatched_keys"]]
+    for what, tensors in (("has", info["unexpected_keys"]), ("lacks", info["missing_keys"]), ("has another shape of", others)):
         if tensors:
             raise ConfigurationError(
                 f"{str(path)!r} {what} {min(tensors)}, unlike a {made.__name__}; load the checkpoint that it was made from, with "
@@ -346,7 +347,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         if not found:
             raise ConfigurationError(
                 f"the checkpoint {config.source!r} says that it is quantized with {config.original['quant_method']}, but has no linear "
-                f"layer or experts with {', '.join(needed)}"
+                f"layer or experts with {', '.join(needed)}; load a folder whose files and config.json are of the same model"
             )
 
     def _make_room_for_experts(self, model: nn.Module, there: Mapping[str, Any]) -> int:
@@ -401,7 +402,8 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _by_half(self, name: str, there: Iterable[str], missing: Iterable[str]) -> ConfigurationError:
         source = self.quantization_config.source
         return ConfigurationError(
-            f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}"
+            f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}; download it "
+            "again, or load the checkpoint that it was made from"
         )
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
@@ -441,7 +443,10 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
             yield
         except (ValueError, RuntimeError) as error:
             source = self.quantization_config.source
-            raise ConfigurationError(f"the checkpoint {source!r} contradicts its configuration: {name} has {error}") from error
+            raise ConfigurationError(
+                f"the checkpoint {source!r} contradicts its configuration: {name} has {error}; load a folder whose files and config.json "
+                "are of the same model"
+            ) from error
 
 
 def headers(files: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:

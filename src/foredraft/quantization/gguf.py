@@ -197,7 +197,10 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
     factor = field("rope.scaling.factor") or field("rope.scale_linear")  # the older name
     scaling = field("rope.scaling.type") or ("linear" if factor else None)
     if scaling not in (None, "none", "linear", "yarn") or (scaling == "yarn" and field("rope.scaling.attn_factor") not in (None, 1.0)):
-        raise ConfigurationError(f"{str(path)!r} scales positions in a way that is not read ({scaling})")
+        raise ConfigurationError(
+            f"{str(path)!r} scales positions in a way that is not read ({scaling}); "
+            "load the checkpoint that it was made from, with quantization='int4'"
+        )
     scaled = {"rope_type": scaling, "factor": factor} if scaling in ("linear", "yarn") else {}
     if scaling == "yarn":
         scaled["original_max_position_embeddings"] = field("rope.scaling.original_context_length") or config.max_position_embeddings
@@ -267,5 +270,8 @@ def rotary(given: Tensor, config: Any, path: Path) -> dict[str, Any]:
     like.rope_parameters = {**config.rope_parameters, **found}
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](like, torch.device("cpu"))
     if len(frequencies) != len(given) or not torch.allclose(frequencies, plain / given, rtol=1e-4):
-        raise ConfigurationError(f"{str(path)!r} scales positions in another way than Llama 3.1 to 3.3, which is not read")
+        raise ConfigurationError(
+            f"{str(path)!r} scales positions in another way than Llama 3.1 to 3.3, which is not read; "
+            "load the checkpoint that it was made from, with quantization='int4'"
+        )
     return found

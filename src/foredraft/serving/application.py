@@ -44,6 +44,7 @@ class Server:
 
     def __init__(self, speculator: Speculator, settings: Settings):
         self.settings, self.speculator = settings, speculator
+        speculator.target.reserve_cache()
         self.engine = Engine(speculator, settings)
         session = self.engine.session
         self.requests = Requests(speculator, settings, guess=isinstance(session.loop.rule, Match), cached=partial(cached, session=session))

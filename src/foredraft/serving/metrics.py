@@ -62,7 +62,8 @@ class Metrics:
 
     def __init__(self, model: str, session: Session, rows: Any):
         self.model, self.session, self.rows = model, session, rows
-        self.drafts = self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
+        self.drafts: Counter[str] = Counter()  # by drafter
+        self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
         self.by_drafter = {"drafted": Counter[tuple[str, str]](), "accepted": Counter[tuple[str, str]]()}  # by name and depth
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         self.registry = CollectorRegistry()
@@ -99,7 +100,8 @@ class Metrics:
             if count:
                 drafted[commit.drafter, str(depth)] += count
                 accepted[commit.drafter, str(depth)] += depth <= commit.accepted
-        self.drafts += commit.drafted > 0
+        if commit.drafted:
+            self.drafts[commit.drafter] += 1
         self.guesses_drafted += commit.guesses_drafted
         self.guessed += commit.guessed
         live.tokens += len(commit.tokens)
@@ -142,12 +144,19 @@ class Metrics:
         yield self._count("vllm:prefix_cache_hits", "Tokens of prompts that the cache held", stats.reused)
         yield self._count("vllm:generation_tokens", "Tokens that requests got", stats.new_tokens)
         yield self._counts("vllm:request_success", "Requests that are over", "finished_reason", dict(self.finished))
-        yield self._count("vllm:spec_decode_num_drafts", "Drafts: rounds of a row with at least one drafted token", self.drafts)
+        drafts = dict(self.drafts)
+        yield self._count("vllm:spec_decode_num_drafts", "Drafts: rounds of a row with at least one drafted token", sum(drafts.values()))
         yield self._count("vllm:spec_decode_num_draft_tokens", "Drafted tokens", stats.drafted)
         yield self._count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", stats.accepted)
         by_position = {str(position): count for position, count in enumerate(list(stats.accepted_by_depth))}
         yield self._counts("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place", "position", by_position)
 
+        metric = CounterMetricFamily(
+            "foredraft:drafts", "Rounds of a row with a drafted token, by who drafted", labels=(*LABELS, "drafter")
+        )
+        for drafter, count in drafts.items():
+            metric.add_metric([self.model, "0", drafter], count)
+        yield metric
         for name, counts in self.by_drafter.items():
             text, labels = f"Tokens that were {name}, by who drafted them and their depth", (*LABELS, "drafter", "depth")
             metric = CounterMetricFamily(f"foredraft:{name}_tokens", text, labels=labels)

@@ -84,7 +84,7 @@ function Chart({ id, name, unit, about, digits, none, samples }) {
     <h2>${name}</h2>
     <p class="note">${about}</p>
     <dl class="now">${series.map((each, index) => html`<div><dt><svg width="22" height="6" aria-hidden="true"><line x1="0" x2="22" y1="3" y2="3"
-      class=${`line line-${index % 4}`} /></svg>${each}</dt><dd>${value(each)}</dd></div>`)}</dl>
+      class=${`line line-${index % 4}`} /></svg>${each}</dt><dd>${value(each)}</dd></div>`)}${series.length === 0 && html`<div><dd><small>${none}</small></dd></div>`}</dl>
     <div class="plot" ref=${box} aria-hidden="true"></div>
   </section>`;
 }
