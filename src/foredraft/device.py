@@ -37,11 +37,19 @@ def default_device() -> str:
 
 
 NORESERVE = 0x4000  # ``MAP_NORESERVE`` of Linux, which :mod:`mmap` has since Python 3.13
-CAN_RESERVE = sys.platform == "linux"
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+
+
+def can_reserve() -> bool:
+    """Whether :func:`reserved` takes no memory before it is written to: on Linux, unless it counts all that programs ask for."""
+    try:
+        return sys.platform == "linux" and OVERCOMMIT.read_text().strip() != "2"
+    except OSError:
+        return False
 
 
 def reserved(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the CPU whose memory counts, for all that Linux limits, only once it is written to. So it may be larger than
+    """A tensor of zeros on the CPU whose memory counts only once it is written to, if :func:`can_reserve`. So it may be larger than
     the memory of the machine, and a process that has one can still fork, which is refused with such a tensor of :func:`torch.empty`.
 
     Raises:

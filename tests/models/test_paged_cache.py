@@ -15,7 +15,7 @@ from helpers import random_tree
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 
 from foredraft import CacheMemoryError, RowParameters, Speculator, TokenTree
-from foredraft.device import CAN_RESERVE, reserved
+from foredraft.device import can_reserve, reserved
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import page_stores
 from foredraft.models.page_stores import GONE
@@ -325,7 +325,7 @@ def with_drafter(drafter):
     return Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)", rule="match")
 
 
-@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+@pytest.mark.skipif(not can_reserve(), reason="elsewhere nothing is reserved")
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_cache_that_is_reserved_moves_only_once_as_texts_come(at_once):
     speculator = with_drafter("prompt-lookup")
@@ -342,7 +342,7 @@ def test_a_cache_that_is_reserved_moves_only_once_as_texts_come(at_once):
     assert cache.stores[0].allocated == cache.pool.made, "only pages that were used take memory"
 
 
-@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+@pytest.mark.skipif(not can_reserve(), reason="elsewhere nothing is reserved")
 def test_a_cache_that_cannot_be_reserved_grows_as_it_would_without(monkeypatch):
     speculator = with_drafter("prompt-lookup")
     wanted = serve_more_and_more(speculator.session())
@@ -355,7 +355,16 @@ def test_a_cache_that_cannot_be_reserved_grows_as_it_would_without(monkeypatch):
     assert 150 <= cache.stores[0].room <= 300 and cache.allocations <= before + len(cache.layers) + 4 and not session.memory.set_aside
 
 
-@pytest.mark.skipif(not CAN_RESERVE, reason="elsewhere nothing is reserved")
+def test_nothing_is_reserved_where_linux_counts_what_programs_ask_for(monkeypatch, tmp_path):
+    (tmp_path / "overcommit").write_text("2\n")
+    for path in (tmp_path / "overcommit", tmp_path / "missing"):
+        monkeypatch.setattr("foredraft.device.OVERCOMMIT", path)
+        target = with_drafter("prompt-lookup").target
+        target.reserve_cache()
+        assert not any(store.at_once for store in target.cache.stores)
+
+
+@pytest.mark.skipif(not can_reserve(), reason="elsewhere nothing is reserved")
 def test_a_process_that_has_reserved_more_than_the_memory_of_the_machine_can_fork():
     held = reserved(2, 3 * os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE"), dtype=torch.uint8)
     held[1, -1] = 1

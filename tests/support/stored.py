@@ -9,7 +9,7 @@ from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
 
 
 def numbers(outputs, inputs, *, bits=4, group=32, zeros=True, order=False, scales=torch.float16, dtype=torch.float32, seed=0):
-    """A weight with random integers, scales that span nine powers of ten, and extreme zero points."""
+    """A weight with random integers, scales that span three powers of ten, and extreme zero points."""
     random = torch.Generator().manual_seed(seed)
     groups, limit = -(-inputs // group), (1 << bits) - 1
     codes = torch.randint(0, limit + 1, (outputs, inputs), generator=random).to(torch.uint8)

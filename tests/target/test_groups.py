@@ -224,6 +224,25 @@ def test_products_of_inputs_of_all_sizes(bits, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_products_with_extreme_scales(bits, dtype):
+    """The smallest and the largest that float16 has, subnormal, negative and zero ones, alone and side by side in an output."""
+    weight, random = numbers(96, 256, bits=bits, dtype=dtype), torch.Generator().manual_seed(4)
+    extremes = torch.tensor([2.0**-24, 2.0**-14, 65504, 0, -65504, -(2.0**-24)], dtype=torch.float16)
+    weight.scale.copy_(extremes[torch.randint(len(extremes), weight.scale.shape, generator=random)])
+    weight.scale[:16], weight.scale[16:32], weight.scale[32:48] = extremes[0], extremes[2], extremes[3]
+    product, stands = Product([layer_of(weight)], NATIVE), by_hand(weight).double()
+    assert torch.equal(weight.dequantize(torch.float32).double(), stands)
+    with torch.inference_mode():
+        x = torch.randn(31, 256, generator=random).to(dtype)
+        exact, found = x.double() @ stands.T, product(x)
+        size = x.double().abs() @ stands.abs().T
+        assert ((found.double() - exact).abs() <= (3e-6 if dtype == torch.float32 else 2.0**-8) * size).all()
+        assert all(torch.equal(product(x[:tokens].contiguous()), found[:tokens]) for tokens in (1, 6, 7, 13, 25))
+
+
+@needs_kernels
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_an_input_that_dwarfs_the_others_does_not_hide_them(bits):
     dtype = torch.bfloat16

@@ -133,6 +133,13 @@ def test_tiles_of_amx(tmp_path):
     assert "tdpbf16ps" in found and "ldtilecfg" in found
 
 
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's")
+@pytest.mark.parametrize("flags", [("-march=sapphirerapids", "-DTILES"), ("-march=cooperlake",)], ids=["amx", "avx512 with bfloat16"])
+def test_builds_for_processors_that_may_not_be_here(flags, tmp_path):
+    subprocess.run(["cc", *flags, "-DBF16", *FLAGS, *STRICT, "-c", "-o", str(tmp_path / "built.o")], check=True, timeout=500)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("instructions", here())

@@ -18,7 +18,7 @@ from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.invariance import invariance_test
 from foredraft.backends.rollback import RollbackCache
 from foredraft.backends.states import RowMemory
-from foredraft.device import CAN_RESERVE, autocast_on, to_device, without_autocast
+from foredraft.device import autocast_on, can_reserve, to_device, without_autocast
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import in_words, parse_memory
@@ -354,7 +354,7 @@ class Target(Passes):
     def reserve_cache(self) -> None:
         """Have room for all of ``cache_memory`` when the cache first grows. Else its tensors double again and again as texts come, and all
         rows wait while they are copied. For a CPU with Linux; elsewhere this does nothing."""
-        if isinstance(self.cache, PagedCache) and self.device.type == "cpu" and CAN_RESERVE:
+        if isinstance(self.cache, PagedCache) and self.device.type == "cpu" and can_reserve():
             for store in self.cache.stores:
                 store.at_once = True
 
