@@ -476,24 +476,26 @@ def original(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("load", ["by name", "in memory"])
-def test_what_int4_makes_of_a_checkpoint(load, original):
+@pytest.mark.parametrize(
+    ("load", "name", "group"), [("by name", "qwen3", 32), *(("in memory", "wide-qwen3", each) for each in (32, 64, 128))]
+)
+def test_what_int4_makes_of_a_checkpoint(load, name, group, original):
     """Weight for weight torchao's; close to the nearest of sixteen steps."""
     torchao = pytest.importorskip("torchao.quantization")
-    model = load_model(original, quantization="int4") if load == "by name" else plain()
+    model = load_model(original, quantization="int4") if load == "by name" else plain(name)
     if load == "in memory":
-        quantize(model, "int4-32")
-    expected = plain()
-    config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+        quantize(model, f"int4-{group}")
+    expected, given = plain(name), dict(plain(name).named_parameters())
+    config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(group))
     torchao.quantize_(expected, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head")
-    for (name, mine), theirs, weight in zip(model.named_parameters(), expected.parameters(), plain().parameters()):
-        if "proj.weight" in name:
-            assert torch.equal(mine.qdata, theirs.qdata) and torch.equal(mine.scale, theirs.scale) and mine.block_size == (1, 32)
-            assert format_of(mine).bits == 4 and format_of(mine).group == 32
-            step = mine.scale.repeat_interleave(32, 1)
-            assert ((mine.dequantize() - weight).abs() <= 0.51 * step).all()
+    for (of, mine), theirs in zip(model.named_parameters(), expected.parameters()):
+        if "proj.weight" in of:
+            assert torch.equal(mine.qdata, theirs.qdata) and torch.equal(mine.scale, theirs.scale) and mine.block_size == (1, group)
+            assert format_of(mine).bits == 4 and format_of(mine).group == group
+            step = mine.scale.repeat_interleave(group, 1)
+            assert ((mine.dequantize() - given[of]).abs() <= 0.51 * step).all()
         else:
-            assert torch.equal(mine, weight)
+            assert torch.equal(mine, given[of])
     assert torch.equal(logits(model), logits(expected))
 
 
