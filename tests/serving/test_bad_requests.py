@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import socket
@@ -299,6 +300,17 @@ def test_keys_are_asked_for_everywhere_but_where_they_are_not():
             assert refusal(httpx.get(url + "/v1/models", headers=headers), 401)["code"] == "invalid_api_key"
             refusal(httpx.post(url + "/tokenize", json={"prompt": "a"}, headers=headers), 401)
         assert httpx.get(url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_how_long_a_key_is_looked_for_says_nothing_about_it(monkeypatch):
+    """Every key is compared, in a time that does not depend on where it differs, whichever was given."""
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr("foredraft.serving.protect.hmac.compare_digest", lambda *both: compared.append(both) or compare(*both))
+    with served(tiny_chat(), keys={"a": "first", "b": "second", "c": "third"}) as url:
+        for key, status in (("first", 200), ("third", 200), ("firsT", 401)):
+            compared.clear()
+            assert httpx.get(url + "/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
+            assert compared == [(key.encode(), each) for each in (b"first", b"second", b"third")]
 
 
 def test_a_mounted_server_asks_for_keys_where_it_would_alone():

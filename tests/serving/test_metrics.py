@@ -113,6 +113,19 @@ def test_names_labels_and_sums():
     run(main())
 
 
+def test_pages_that_rows_hold_are_a_share_of_those_that_may_be_held():
+    async def main() -> None:
+        speculator = Speculator(tiny(), "none", cache_memory="1MiB", execution="eager")
+        async with running(speculator, model="a model") as engine:
+            assert samples(engine)["vllm:kv_cache_usage_perc"][()] == 0
+            engine.submit(asked := job(Choice([3] * 70, RowParameters(100))))
+            shares = [samples(engine)["vllm:kv_cache_usage_perc"][()] async for event in asked.events() if isinstance(event, Progress)]
+            memory = engine.session.memory
+            assert 0 < min(shares) < max(shares) == 3 / memory.limit < 1  # of 170 tokens, in pages of 64
+
+    run(main())
+
+
 def test_the_longest_row_of_a_request_counts_whenever_it_ends():
     async def main() -> None:
         async with running(table_speculator(), model="a model", max_rows=1) as engine:
