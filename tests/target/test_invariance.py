@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import covered
 from helpers import random_tree, tiny
 from kernel_cases import DTYPES, build, needs_kernels
 
@@ -13,6 +14,7 @@ from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.backends import invariance
 from foredraft.backends.eager import Eager
 from foredraft.drafters.base import Drafter, DrafterInfo
+from foredraft.quantization import quantize
 from foredraft.target import Target
 
 pytestmark = needs_kernels
@@ -175,15 +177,34 @@ def written(speculator, prompts, joins):
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_texts_and_log_probabilities_do_not_depend_on_the_load(dtype):
+KERNELS = [
+    "llama",
+    "llama-int4",
+    "gemma3",
+    "qwen3_moe",
+    "mixtral-int4",
+    "gpt_oss",
+    "deepseek_v3",
+]  # between them, all that passes are made of
+
+
+def built(name, dtype):
+    model = build(name.removesuffix("-int4"), dtype)
+    if name.endswith("-int4"):
+        quantize(model, "int4")
+    return model
+
+
+@pytest.mark.parametrize(("name", "dtype"), covered(KERNELS, DTYPES, ways=1))
+def test_texts_and_log_probabilities_do_not_depend_on_the_load(name, dtype):
     prompts = texts((61, 40, 30, 100), 11)
-    plain = Speculator(build("llama", dtype), "none", execution="native")
+    plain = Speculator(built(name, dtype), "none", execution="native")
+    assert plain.target.execution == "native" and plain.target.batch_invariant, plain.target.reasons
     alone = {}
     for number in range(len(prompts)):
         alone |= written(plain, prompts, {number: 0})
     drafter = Bushy({tuple(prompt): alone[number][0] for number, prompt in enumerate(prompts)})
-    drafted = Speculator(build("llama", dtype), drafter, execution="native", shape="product(2,1)")
+    drafted = Speculator(built(name, dtype), drafter, execution="native", shape="product(2,1)")
     together = written(drafted, prompts, {0: 0, 1: 0, 2: 2, 3: 3})
     assert 0 < drafter.rounds < 14, "what was drafted was kept now and then"
     for number, (tokens, *logprobs) in alone.items():
