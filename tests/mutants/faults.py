@@ -422,6 +422,10 @@ FAULTS = [
     Fault("paged_cache.py", "self.pool.share([*kept, *partly])", "pass", PAGED),
     Fault("session.py", "short and self.target.limit_to_held()", "False", PAGED),
     Fault("page_stores.py", "if room == self.pool.made:", "if True:", PAGED),
+    Fault("page_stores.py", "more = limit if self.at_once and self.layers else min(more, limit)", "more = min(more, limit)", PAGED),
+    Fault("device.py", "mmap.MAP_ANONYMOUS | NORESERVE)", "mmap.MAP_ANONYMOUS)", PAGED),
+    Fault("loading.py", "if wrong := sorted(info", "if wrong := 0 and sorted(info", ("tests/test_bad_input.py",)),
+    Fault("loading.py", "if lacking := sorted(info", "if lacking := 0 and sorted(info", ("tests/test_bad_input.py",)),
     Fault("paged_cache.py", "whole.copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
     Fault(
         "paged_cache.py",

@@ -151,12 +151,7 @@ class Metrics:
         by_position = {str(position): count for position, count in enumerate(list(stats.accepted_by_depth))}
         yield self._counts("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place", "position", by_position)
 
-        metric = CounterMetricFamily(
-            "foredraft:drafts", "Rounds of a row with a drafted token, by who drafted", labels=(*LABELS, "drafter")
-        )
-        for drafter, count in drafts.items():
-            metric.add_metric([self.model, "0", drafter], count)
-        yield metric
+        yield self._counts("foredraft:drafts", "Drafts, by who made them", "drafter", drafts)
         for name, counts in self.by_drafter.items():
             text, labels = f"Tokens that were {name}, by who drafted them and their depth", (*LABELS, "drafter", "depth")
             metric = CounterMetricFamily(f"foredraft:{name}_tokens", text, labels=labels)
