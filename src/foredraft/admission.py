@@ -67,6 +67,8 @@ class Admission:
 
     def excess(self, rows: Sequence[SessionRow]) -> list[SessionRow]:
         """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
+        if len(rows) == 1 and len(self.target.pools) < 2:  # nobody to set aside, and no kinds of pages to divide memory between
+            return []
         youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
         gone: list[int] = []
         while not self.target.make_room(self.target.growth(self.nodes(rows), without=gone)) and len(gone) < len(rows) - 1:

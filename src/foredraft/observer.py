@@ -193,4 +193,7 @@ class Observer:
         return self._count_unsettled() != self._unsettled
 
     def _count_unsettled(self) -> int:
-        return sum(each.settling for each in (self.target, *self.drafter.draft_models))
+        found = self.target.settling
+        for each in self.drafter.draft_models:
+            found += each.settling
+        return found

@@ -23,7 +23,7 @@ from foredraft.planning import Planner
 from foredraft.rows import Commit, CommittedIds, SessionRow
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.traces import trace_of
+from foredraft.traces import RoundTrace, trace_of
 from foredraft.tree import DRAWN, Proposal, TokenTree
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
@@ -309,37 +309,39 @@ class Loop:
                 getattr(row, name).extend(each.clone() for each in along[: kept.accepted + 1].split(1))
         commits = []
         for index, (row, kept) in enumerate(zip(rows, outcome.rows)):
-            if (failure := failed[index]) is None:
-                commit = row.append([*kept.tokens[1 : kept.accepted + 1], kept.bonus], kept.accepted, self.target.device)
-            else:
-                commit = row.append(kept.tokens[1 : failure.depth + 1], failure.depth, self.target.device, failure.error)
+            guess = draft.guessed.get(index)
+            drafter = self.drafter.drafter_of(index) if guess is None else guess.name
+            failure = failed[index]
+            accepted = kept.accepted if failure is None else failure.depth
+            tokens = [*kept.tokens[1 : accepted + 1], *([kept.bonus] if failure is None else ())]
+            error = None if failure is None else failure.error
+            commit = row.append(tokens, accepted, self.target.device, error, drafter=drafter, drafted=kept.drafted)
             self.committed.append(rows, index, commit.tokens)
             for name in self.record:
                 del getattr(row, name)[len(row.ids) - row.prompt_length :]
             if outcome.logprobs is not None and row.parameters.logprobs is not None:
                 row.logprobs.append(outcome.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
                 commit = replace(commit, logprobs=row.logprobs[-1])
-            commits.append(self._told(index, row, draft, outcome, commit))
+            if guess is not None:
+                row.guesses.observe(guess, kept.accepted, self.most_guessed)
+                commit = replace(commit, guesses_drafted=len(guess.tokens), guessed=commit.accepted)
+            if index in outcome.traced:
+                commit = replace(commit, trace=self._trace(index, draft, outcome, commit))
+            commits.append(commit)
         return commits
 
-    def _told(self, index: int, row: SessionRow, draft: Draft, outcome: Outcome, commit: Commit) -> Commit:
-        """``commit`` of the row number ``index``, with what there is to say of its draft."""
-        kept, guess, counts = outcome.rows[index], draft.guessed.get(index), (0, 0)
-        if guess is not None:
-            row.guesses.observe(guess, kept.accepted, self.most_guessed)
-            counts = len(guess.tokens), commit.accepted
-        trace, drafter = None, self.drafter.drafter_of(index) if guess is None else guess.name
-        if index in outcome.traced:
-            trace = trace_of(
-                outcome.traced[index],
-                list(range(kept.accepted + 1)) if outcome.path is None else kept.path[: kept.accepted + 1],
-                kept.bonus,
-                shape=str(draft.shape),
-                drafter=drafter,
-                kept=len(commit.tokens),
-                finish_reason=commit.finish_reason,
-            )
-        return replace(commit, drafter=drafter, drafted_by_depth=kept.drafted, guesses_drafted=counts[0], guessed=counts[1], trace=trace)
+    def _trace(self, index: int, draft: Draft, outcome: Outcome, commit: Commit) -> RoundTrace:
+        """Of the row number ``index``."""
+        kept = outcome.rows[index]
+        return trace_of(
+            outcome.traced[index],
+            list(range(kept.accepted + 1)) if outcome.path is None else kept.path[: kept.accepted + 1],
+            kept.bonus,
+            shape=str(draft.shape),
+            drafter=commit.drafter,
+            kept=len(commit.tokens),
+            finish_reason=commit.finish_reason,
+        )
 
     def _feedback(self, draft: Draft, logits: Tensor, outcome: Outcome, commits: Sequence[Commit]) -> Feedback:
         info, accepted = self.drafter.info, [row.accepted for row in outcome.rows]

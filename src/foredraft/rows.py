@@ -137,9 +137,19 @@ class SessionRow:
         places = logits[known - first : known - first + len(following)]
         self.prompt_logprobs.append(of_tokens(places, to_device(following, logits.device), top))
 
-    def append(self, tokens: Sequence[int], accepted: int, device: torch.device, error: Exception | None = None) -> Commit:
-        """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
-        Stopping criteria get the text on ``device``; one that raises ends the row. So does an ``error``, if the row goes on so far."""
+    def append(
+        self,
+        tokens: Sequence[int],
+        accepted: int,
+        device: torch.device,
+        error: Exception | None = None,
+        *,
+        drafter: str = "",
+        drafted: Sequence[int] = (),
+    ) -> Commit:
+        """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted by
+        ``drafter``, of those ``drafted`` at each depth. Stopping criteria get the text on ``device``; one that raises ends the row. So does
+        an ``error``, if the row goes on so far."""
         start, reason, padding = len(self.ids), None, self.parameters.padding
         text = to_device([[*padding, *self.ids, *tokens]], device) if self.parameters.criteria else None
         for token in tokens:
@@ -153,7 +163,9 @@ class SessionRow:
         reason = reason or (None if error is None else "error")
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=error if reason == "error" else None)
+        error = error if reason == "error" else None
+        accepted = min(accepted, len(kept))
+        return Commit(self.slot, kept, accepted, reason, stats=self.stats, error=error, drafter=drafter, drafted_by_depth=drafted)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:

@@ -182,7 +182,8 @@ class Stats(Described):
             each.accepted += accepted
         self.row_passes += 1
         row.passes += 1
-        self.count_depths(drafted, accepted)
+        if drafted:
+            self.count_depths(drafted, accepted)
 
     def drop(self, rows: Sequence[RowStats]) -> None:
         """These are over; what they counted stays in the sums."""

@@ -58,7 +58,10 @@ class TokenTree:
     @staticmethod
     def root(tokens: Tensor) -> TokenTree:
         """The tree of plain decoding: only the roots ``tokens`` ``[B]``."""
-        return TokenTree.from_chain(tokens[:, None])
+        tree = TokenTree.from_chain(tokens[:, None])
+        if tokens.device.type == "cpu":
+            tree.__dict__["parent_lists"] = [[-1]] * len(tokens)
+        return tree
 
     @staticmethod
     def from_chain(
@@ -250,8 +253,10 @@ class TokenTree:
     def with_safe_parents(self) -> TokenTree:
         """This tree with parents that come before their children, so that a malformed tree is never read out of bounds. A well-formed
         tree is returned as it is; :meth:`check` names what is wrong with another."""
+        if self.known_well_formed:
+            return self
         declared = self.declared_parents
-        if self.known_well_formed or (declared is None and self.parent_lists is not None):
+        if declared is None and self.parent_lists is not None:
             return self
         if declared is not None:
             return replace(self, parents=declared.expand(self.rows, -1))

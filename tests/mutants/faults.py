@@ -370,6 +370,11 @@ FAULTS = [
     Fault("round.py", "unread if scored is None else max(unread, len(texts[0]) - scored)", "unread", PROMPT_LOGPROBS),
     # -- pages that models are handed, and states
     Fault("page_stores.py", "if clean and page < self.made]", "if False]", HANDED),
+    Fault("page_stores.py", "return not self.pool.waits and bool(self.layers)", "return bool(self.layers)", HANDED),
+    Fault("kernel_pass.py", "if tensor is not before:", "if before is None:", DESCRIBED),
+    Fault("admission.py", "if len(rows) == 1 and len(self.target.pools) < 2:", "if len(rows) == 1:", ADMISSION),
+    Fault("described_pass.py", "type(embedding) is nn.Embedding and", "isinstance(embedding, nn.Embedding) and", DESCRIBED),
+    Fault("described_pass.py", "self.finishes = (self.divided", "self.finishes = False and (self.divided", DESCRIBED),
     Fault("page_stores.py", "= window.rows == 1 and np.array_equal(", "= window.rows == 1 or np.array_equal(", HANDED),
     Fault("page_stores.py", "    if filler:\n        held[-1].zero_()\n", "", HANDED),
     # -- pages in other ways to make passes
@@ -579,7 +584,7 @@ FAULTS = [
     Fault("layer.c", "f32_of(-0.284496736f)", "f32_of(-0.2845f)", SOURCED),
     Fault("growth.h", "embed(&g->embedded, tokens, places,", "embed(&g->embedded, tokens, tokens,", SOURCED),
     Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
-    Fault("kernel_pass.py", "found if self.bias is None else found + self.bias", "found", SOURCED),
+    Fault("kernel_pass.py", "found if bias is None else found + bias", "found", SOURCED),
     Fault("layer.c", "norm.kind & PLUS_ONE ? 1.0f : 0.0f", "0.0f", DESCRIBED),
     Fault("layer.c", "norm.bias || norm.kind & CENTRED", "norm.bias", DESCRIBED),
     Fault("attention.h", "position - l->window + 1 : 0", "position - l->window : 0", DESCRIBED),
@@ -743,7 +748,7 @@ FAULTS = [
     Fault("report.py", "if any(not check.reproducibility for check in faults):", "if faults:", SERVER),
     # the planner is not told that something was recorded; drafts of members; memory that is too short is tried for ever
     Fault("observer.py", "            settling=self._settling,", "            settling=False,", GRAPHS),
-    Fault("observer.py", "(self.target, *self.drafter.draft_models)", "(self.target,)", GRAPHS),
+    Fault("observer.py", "for each in self.drafter.draft_models:", "for each in ():", GRAPHS),
     Fault("graphs.py", "        if self._full[key] >= FULL:\n", "        if False:\n", GRAPHS),
     Fault("graphs.py", "        self.settling += found is None or found.trials < TRIALS\n", "        self.settling += 1\n", GRAPHS),
     Fault("planner.py", "        if 0 < self._settling <= SETTLING:\n", "        if False:\n", COSTS),

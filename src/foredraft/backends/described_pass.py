@@ -104,7 +104,7 @@ class DescribedModel(NativeModel):
             for index, (window, attention) in enumerate(zip(windows_of(base), attentions))
         ]
         self.kinds, shared = list(dict.fromkeys(each)), SimpleNamespace(experts=[], inner=0)
-        embedding = base.get_input_embeddings()
+        self._embedding = embedding = base.get_input_embeddings()
         like = embedding.weight
         angles = [angles_of(base, family, kind, like, torch.zeros(1, 1, dtype=torch.long)) for kind in self.kinds]
         kernels = []
@@ -127,6 +127,9 @@ class DescribedModel(NativeModel):
         self._sizes = latents[0].sizes if latents else None
         super().__init__(base, layers, kernels, (), eps_of(last))
         self.norm, self._norm_held = norm, held
+        types_of_rope = rope_types(base)
+        known = {*types_of_rope.values()} if isinstance(types_of_rope, dict) else {types_of_rope}
+        self.by_position = known <= {*BY_POSITION_ALONE}
         self._lines: dict[int, Angles] = {}  # by kind
         scale = getattr(embedding, "embed_scale", 1.0)
         self._multiplier = getattr(base, "embedding_multiplier", 1.0)
@@ -134,7 +137,8 @@ class DescribedModel(NativeModel):
         self.divided = getattr(config, "logits_scaling", None) or 1.0
         self.scaled = getattr(packing.model, "logit_scale", None) or 1.0
         self.cap = getattr(config, "final_logit_softcapping", None) or 0.0
-        if (self.divided, self.scaled, self.cap) != (1.0, 1.0, 0.0) and self.head not in heads_of(base):
+        self.finishes = (self.divided, self.scaled, self.cap) != (1.0, 1.0, 0.0)
+        if self.finishes and self.head not in heads_of(base):
             raise Unfit(f"its logits are scaled or capped, and whether {self.head} does so is not known")
 
     # -- what Direct and drafts ask --------------------------------------------------------------------------------------
@@ -150,13 +154,13 @@ class DescribedModel(NativeModel):
     def sizes(self) -> tuple[int, ...]:
         return self._sizes or super().sizes
 
-    @property
-    def by_position(self) -> bool:
-        known = rope_types(self.base)
-        return {*known.values()} <= {*BY_POSITION_ALONE} if isinstance(known, dict) else known in BY_POSITION_ALONE
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        found: Tensor = self.base.get_input_embeddings()(ids[None])
+        embedding = self._embedding
+        if type(embedding) is nn.Embedding and embedding.max_norm is None:  # what its class does, with fewer calls
+            found: Tensor = embedding.weight.index_select(0, ids)[None]
+        else:
+            found = embedding(ids[None])
         return found if self._multiplier == 1.0 else found * self._multiplier
 
     def finished(self, logits: Tensor) -> Tensor:

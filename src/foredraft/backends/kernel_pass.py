@@ -85,7 +85,7 @@ class NativePass:
     def __init__(self, shared: object = None) -> None:
         self.about, self.shared = native.Pass(), shared
         self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
-        self._held: list[Tensor | None] = []  # keeps alive what the pointers refer to
+        self._held: Sequence[Tensor | None] = [None] * len(native.POINTERS[2:])  # keeps alive what the pointers refer to
         self._room, self._scratch = (0, 0), list[Tensor]()  # for so many tokens and threads
         self._experts = torch.empty(0, dtype=torch.uint8)  # their scratch
 
@@ -102,9 +102,11 @@ class NativePass:
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
         about.tokens, about.nodes = places.count, places.nodes
         scratch = self.room(layer.about, x, places.count, int(about.threads))
-        held = [None, None, places.begins, places.rows, places.slots, *scratch]
-        for name, tensor in zip(native.POINTERS, held, strict=True):
-            setattr(about, name, None if tensor is None else tensor.data_ptr())
+        held = [places.begins, places.rows, places.slots, *scratch]
+        for name, tensor, before in zip(native.POINTERS[2:], held, self._held, strict=True):  # mostly the same as in the last pass
+            if tensor is not before:
+                setattr(about, name, tensor.data_ptr())
+        about.cos = about.sin = None
         self.make_room_for_experts(about, layer.library, int(layer.about.hidden), places.count)
         native.make_room_for_segments(about, layer.about, window.rows * places.nodes, window.width)
         self._held = held
@@ -185,6 +187,8 @@ class NativeModel(Override):
         """The sizes of a head's key and value; one number if they are equal."""
         return (int(self.kernels[0].about.size),)
 
+    finishes = False  # the model does something to what its LM head returns
+
     def finished(self, logits: Tensor) -> Tensor:
         """The model's logits, from what its LM head returns."""
         return logits
@@ -261,22 +265,20 @@ class Direct:
     """
 
     def __init__(self, model: Any, decoder: NativeModel):
-        self.model, self.decoder = model, decoder
+        self.model, self.decoder, self.head = model, decoder, model.get_output_embeddings()
         self._hooks = hooks_of(model)
-
-    @property
-    def head(self) -> nn.Module:
-        return self.model.get_output_embeddings()
 
     @property
     def bias(self) -> Tensor | None:
         """``[1, V]`` what the model adds to the output of its LM head."""
-        return getattr(self.model, "final_logits_bias", None)
+        return self.model._buffers.get("final_logits_bias")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.head(hidden)
+        found, bias = self.head(hidden), self.bias
+        if bias is None and not self.decoder.finishes:
+            return found
         with one_thread(found):
-            return self.decoder.finished(found if self.bias is None else found + self.bias)
+            return self.decoder.finished(found if bias is None else found + bias)
 
     @staticmethod
     def of(model: Any) -> Direct | None:

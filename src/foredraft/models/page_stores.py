@@ -165,6 +165,11 @@ class PageStore:
             found[row, : pages_of(end)] = self.lines[row, : pages_of(end)]
         return torch.from_numpy(found)
 
+    @property
+    def fitting(self) -> bool:
+        """No page was handed out since tensors had room for all of them."""
+        return not self.pool.waits and bool(self.layers)
+
     def fit(self, ahead: int, blocks: int, *, clean: bool) -> bool:
         """Give tensors room for every page that was taken, or for ``ahead`` if they grow, and zeros where nothing was written:
         garbage could be NaN. ``clean``: also where another row has written. Whether they have moved."""

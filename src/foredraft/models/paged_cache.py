@@ -448,6 +448,8 @@ class PagedCache(TreeCache):
 
     def _fit(self) -> None:
         """Every page that was taken has its place in the tensors."""
+        if all(store.fitting for store in self.stores):  # as in most passes over one node
+            return
         rows = len(self.tables) + len(self.stores[0].opening)
         if any(store.pool.made != store.made for store in self.stores):
             for store in self.stores:

@@ -147,6 +147,11 @@ class PagePool(LimitedPool):
         self._most_held = max(self._most_held, self.held)
         return pages
 
+    @property
+    def waits(self) -> bool:
+        """Pages were handed out since :meth:`handed_out` was asked last."""
+        return bool(self._handed_out)
+
     def handed_out(self) -> list[int]:
         """Pages that were handed out since this was asked last."""
         found, self._handed_out = self._handed_out, []
