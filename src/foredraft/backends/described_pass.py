@@ -154,7 +154,6 @@ class DescribedModel(NativeModel):
     def sizes(self) -> tuple[int, ...]:
         return self._sizes or super().sizes
 
-
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         embedding = self._embedding
         if type(embedding) is nn.Embedding and embedding.max_norm is None:  # what its class does, with fewer calls
