@@ -66,9 +66,8 @@ def test_a_text_is_written_and_its_rounds_open(browser, url):
         card = page.locator(".card.round")
         assert "4 tokens guessed" in card.inner_text() and "The model did not go along" in card.inner_text()
         assert card.locator("svg .node.rejected").count() > 0 and card.locator("svg .node.own").count() == 1
-        for refused in (page.locator(".tokens .tok.rejected"), card.locator("svg .node.rejected .word")):  # readable, down to a dot
-            assert "line-through" not in refused.first.evaluate("(each) => getComputedStyle(each).textDecorationLine")
-        assert page.locator(".tokens .tok.rejected").first.evaluate("(each) => getComputedStyle(each).borderTopStyle") == "dashed"
+        for place in (".tokens .tok", ".legend .tok", "svg .node"):
+            assert struck(page, place) == {"accepted": False, "own": False, "rejected": True}, place
         card.get_by_text("The same as a table").click()
         assert "draft-model" in card.locator("tbody").inner_text()
         assert violations(page) == []
@@ -77,6 +76,22 @@ def test_a_text_is_written_and_its_rounds_open(browser, url):
         assert page.locator(".tokens .tok.rejected").count() == 0
         page.keyboard.press("Escape")
         assert card.count() == 0
+
+
+def struck(page, place: str) -> dict[str, bool]:
+    """For each kind of token at ``place``, whether all are struck out: by a line paler than the text, or a hyphen would vanish in it."""
+    return page.evaluate(
+        """(place) => {
+          const struck = (each) => {
+            const word = each.querySelector('.word') ?? each, style = getComputedStyle(word), letters = word.querySelector('tspan');
+            const paler = letters ? style.fill !== getComputedStyle(letters).fill : style.textDecorationColor !== style.color;
+            return style.textDecorationLine === 'line-through' && paler;
+          };
+          return Object.fromEntries(['accepted', 'own', 'rejected'].map((kind) => [kind, [...document.querySelectorAll(`${place}.${kind}`)]])
+            .filter(([, found]) => found.length).map(([kind, found]) => [kind, found.every(struck)]));
+        }""",
+        place,
+    )
 
 
 def test_where_nothing_is_guessed_it_says_why_and_compares_no_speeds(browser, url):
@@ -163,6 +178,9 @@ def test_a_round_is_rolled_step_by_step(browser, url):
         page.get_by_role("button", name="Try the other rules").click()
         page.locator(".outcomes li").nth(7).wait_for()
         assert page.locator(".outcomes li").filter(has_text="typical").locator(".badge").inner_text() == "lossy"
+        for place in (".strip .tok", ".guesses .tok"):
+            assert all(found == (kind == "rejected") for kind, found in struck(page, place).items()), place
+        assert "rejected" in struck(page, ".strip .tok")
 
 
 def passed(found) -> int:

@@ -44,7 +44,7 @@ export function Tree({ round }) {
         const x = left + row.depth * INDENT;
         return html`<g class=${`node ${row.kind}`}>
           <rect x=${x} y=${y(line) - BOX / 2} width=${width(row.text)} height=${BOX} rx="6" />
-          <text class="word" x=${x + 8} y=${y(line) + 4.5}>${short(row.text)}</text>
+          <text class="word" x=${x + 8} y=${y(line) + 4.5}><tspan>${short(row.text)}</tspan></text>
           <text class="sign" x=${x + width(row.text) + 6} y=${y(line) + 4.5}>${SIGN[row.kind]}</text>
           <text class="number" x=${COLUMN} y=${y(line) + 4.5}>${line ? row.p != null && percent(row.p) : "p"}</text>
           ${round.q && html`<text class="number" x=${2 * COLUMN} y=${y(line) + 4.5}>${line ? row.q != null && percent(row.q) : "q"}</text>`}
