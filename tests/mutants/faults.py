@@ -76,6 +76,7 @@ METRICS = ("tests/serving/test_metrics.py",)
 FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
 ROLL = ("tests/serving/test_roll.py",)
+LANDING = ("tests/serving/test_landing.py",)
 API = ("tests/serving/test_api.py",)
 BAD_REQUESTS = ("tests/serving/test_bad_requests.py",)
 CLIENTS = ("tests/serving/test_clients.py",)
@@ -243,9 +244,12 @@ FAULTS = [
     Fault("online.py", "        if self.rehearsed:\n", "        if False:\n", LEARNER),
     Fault("online.py", "list(self.model.parameters()), 1 - stays)", "list(self.model.parameters()), 1.0)", LEARNER),
     # -- rolls of the page
-    Fault("rolling.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
-    Fault("rolling.py", "if not keyed or tree.q is None:", "if True:", ROLL),
-    Fault("rolling.py", "at_least = 1 - (1 - a).flip(1).cumprod(1).flip(1) if", "at_least = a.cumprod(1) if", ROLL),
+    Fault("landing.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
+    Fault("landing.py", 'tree.proposal == "keyed" and tree.chain', 'tree.proposal == "none" and tree.chain', ROLL),
+    Fault("landing.py", "1 - fails.flip(1).cumprod(1).flip(1)", "(1 - fails).cumprod(1)", ROLL),
+    Fault("landing.py", "        left.reject(mine, x, certain)\n", "", LANDING),
+    Fault("landing.py", "p.gather(1, tokens) / rho", "p.gather(1, tokens)", LANDING),
+    Fault("landing.py", "super().accept(probability, node) & False", "super().accept(probability, node)", LANDING),
     # -- noise
     Fault(
         "noise.py",

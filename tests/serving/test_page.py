@@ -87,8 +87,8 @@ def struck(page, place: str) -> dict[str, bool]:
             const paler = letters ? style.fill !== getComputedStyle(letters).fill : style.textDecorationColor !== style.color;
             return style.textDecorationLine === 'line-through' && paler;
           };
-          return Object.fromEntries(['accepted', 'own', 'rejected'].map((kind) => [kind, [...document.querySelectorAll(`${place}.${kind}`)]])
-            .filter(([, found]) => found.length).map(([kind, found]) => [kind, found.every(struck)]));
+          const all = ['accepted', 'own', 'rejected'].map((kind) => [kind, [...document.querySelectorAll(`${place}.${kind}`)]]);
+          return Object.fromEntries(all.filter(([, found]) => found.length).map(([kind, found]) => [kind, found.every(struck)]));
         }""",
         place,
     )
@@ -241,6 +241,7 @@ def test_many_rolls_close_on_p_and_those_of_a_lossy_rule_do_not(browser, url):
         roll("typical", 300)
         assert card.locator(".closing .mark").inner_text() == "≠"
         assert card.locator(".badge").inner_text() == "lossy"
+        assert "this rule throws no coin" in card.inner_text()
 
 
 def test_exactly_500_are_rolled_where_the_server_stops_early(browser, url):
@@ -261,6 +262,7 @@ def test_exactly_500_are_rolled_where_the_server_stops_early(browser, url):
         page.get_by_role("button", name="Roll 500").click()
         page.get_by_role("heading", name="500 rolls", exact=True).wait_for()
         page.get_by_role("button", name="Roll 500").wait_for()
+        assert "no short formula" in page.locator(".many").inner_text()
         assert [each["first"] for each in asked] == list(range(0, 500, 37)) and asked[-1]["rolls"] == 500 - 13 * 37
 
 

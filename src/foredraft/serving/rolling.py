@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter
-from foredraft.logits.noise import Noise, Purpose, Randomness
+from foredraft.logits.noise import Noise, Randomness
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
+from foredraft.serving.landing import RecordedNoise, landing
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.traces import RoundTrace, trace_of, values_of
 from foredraft.tree import DRAWN, Proposal, TokenTree
 from foredraft.verification import Rule, Verdict
-from foredraft.verification.block import Block
-from foredraft.verification.match import Match
 from foredraft.verification.rejection import Rejection
 from foredraft.verification.typical import Typical
 
@@ -56,25 +55,6 @@ class Recorded(Rule):
         self.tree, self.p, self.noise = tree, p, RecordedNoise(noise)
         self.verdict = self.rule.verify(tree, p, self.noise)
         return self.verdict
-
-
-class RecordedNoise(Noise):
-    """``noise``, which writes down the coins, ``[R, K]`` each with the node of the first, and the weights of the last draw ``[R, V]``."""
-
-    def __init__(self, noise: Noise):
-        super().__init__(noise.keys, noise.positions)
-        self.coins: list[tuple[int | Tensor, Tensor, Tensor]] = []  # node, probability, coin
-        self.weights: Tensor | None = None
-
-    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
-        index = torch.arange(probability.shape[1], device=probability.device)
-        coins = self._uniforms(node[:, None] + index if isinstance(node, Tensor) else (node + index)[None])
-        self.coins.append((node, probability, coins.expand_as(probability)))
-        return coins < probability
-
-    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
-        self.weights = weights
-        return super().draw(weights, purpose, node)
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,7 @@ class Tally:
 
     Attributes:
         landed: ``landed[k]`` rolls kept k drafted tokens.
-        expected: how many were to be expected to, given what was drafted; None where there is no short formula.
+        expected: how many were to be expected to, given what was drafted; None where nobody can say.
         first: the first token of each roll: how often it came, beside p; the likeliest ones are always in it.
         distance: total variation between the frequencies of first tokens and p.
         chance: the distance that so many draws from p have on average, about, those before ``first`` counted as well.
@@ -163,7 +143,7 @@ def play(
     recorded = Recorded(rule, needs_q=rule.needs_q or proposal in DRAWN)
     parameters = RowParameters(shape.depth + 2, do_sample=True, pipeline=pipeline, isolation=isolation)
     together = max(1, min(TOGETHER, VALUES // ((shape.nodes + 1) * target.vocab_size)))
-    counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor](), None, None
+    counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor | None](), None, None
     done, size, took = 0, min(FEW, together), 0.0
     end = time.monotonic() + seconds
     while not done or (done < rolls and time.monotonic() + took < end):
@@ -176,8 +156,7 @@ def play(
         tree, verdict = recorded.tree, recorded.verdict
         if shown is None:
             shown, p = roll_of(recorded, shape=str(shape), drafter=drafter.name), recorded.p[0, 0].clone()
-        if (chances := landing(recorded, proposal, shape.depth)) is not None:
-            expected.append(chances)
+        expected.append(landing(recorded.rule, tree, recorded.p, verdict, noise=recorded.noise, depth=shape.depth))
         for row, (accepted, bonus) in enumerate(zip(verdict.accepted.tolist(), verdict.next_token.tolist())):
             counts[accepted] += 1
             token = int(tree.tokens[row, verdict.path[row, 1]]) if accepted else bonus
@@ -186,7 +165,8 @@ def play(
         took = 2 * (time.monotonic() - began)
         size = min(2 * size, together)
     assert shown is not None and p is not None
-    wanted = torch.cat(expected).sum(0).tolist() if expected else None
+    known = [chances for chances in expected if chances is not None]
+    wanted = torch.cat(known).sum(0).tolist() if len(known) == len(expected) else None
     return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + done))
 
 
@@ -205,46 +185,6 @@ def chance_distance(p: Tensor, draws: int) -> tuple[float, float]:
     the inequality of Efron and Stein: one draw more or less moves it by 1 / draws, unless it is the same token."""
     mean = torch.minimum(2 * p, (2 * p * (1 - p) / (pi * draws)).sqrt()).sum() / 2
     return float(mean), float(((1 - (p * p).sum()).clamp(min=0) / (2 * draws)).sqrt())
-
-
-def landing(recorded: Recorded, proposal: Proposal, depth: int) -> Tensor | None:
-    """``[R, depth + 1]`` the probability that 0, 1, … drafted tokens are kept, given the drafts, of chains under a rule that has a short
-    formula; None for others.
-
-    With a_i the probability that token i is kept after those before it, at least k are with a_1 … a_k. Under ``rejection`` and ``lenient``
-    that is the coin's; under ``match`` p(x), or for a draft x ~ q with the same noise P(both choose x) / q(x). ``block`` keeps k or more
-    if any of its coins from k on shows it.
-    """
-    tree, p, noise = recorded.tree, recorded.p, recorded.noise
-    if not tree.chain or not depth:
-        return None
-    if isinstance(recorded.rule, Block | Rejection) and noise.coins:
-        a = noise.coins[0][1].clamp(max=1)
-    elif isinstance(recorded.rule, Match):
-        a = match_chances(tree, p, keyed=proposal == "keyed")
-    else:
-        return None
-    a = torch.nn.functional.pad(a, (0, depth - a.shape[1]))
-    if tree.valid is not None:
-        a = a * torch.nn.functional.pad(tree.valid[:, 1:], (0, depth - tree.nodes + 1))
-    at_least = 1 - (1 - a).flip(1).cumprod(1).flip(1) if isinstance(recorded.rule, Block) else a.cumprod(1)
-    edges = torch.nn.functional.pad(torch.nn.functional.pad(at_least, (1, 0), value=1.0), (0, 1))
-    return edges[:, :-1] - edges[:, 1:]
-
-
-def match_chances(tree: TokenTree, p: Tensor, *, keyed: bool) -> Tensor:
-    """``[R, γ]`` the chance that the target chooses each token of a chain: p(x), or where the draft chose x ~ q by the same noise
-    1 / (q(x) sum_v max(p_v / p_x, q_v / q_x))."""
-    x = tree.tokens[:, 1:, None]
-    p = p[:, : x.shape[1]]
-    p_x = p.gather(2, x)
-    if not keyed or tree.q is None:
-        return p_x[..., 0]
-    q = tree.q[:, : x.shape[1]]
-    q_x = q.gather(2, x)
-    tiny = torch.finfo(p.dtype).tiny
-    both = torch.maximum(p / p_x.clamp(min=tiny), q / q_x.clamp(min=tiny)).sum(2)
-    return torch.where(p_x[..., 0] > 0, 1 / (both * q_x[..., 0].clamp(min=tiny)), 0).clamp(max=1)
 
 
 def roll_of(recorded: Recorded, *, shape: str, drafter: str) -> Roll:

@@ -6,6 +6,14 @@ import { Say, percent, visible } from "./parts.js";
 const SHOWN = 8;
 const SPREADS = 2; // of the distance that chance alone leaves, up to which nothing is said against a rule
 
+/** Where the expected number comes from, by rule. */
+const FROM = {
+  chances: "for each draft, the probabilities that its guesses are kept, multiplied along each branch.",
+  block: "from the chances of each draft's coins.",
+  traversal: "from the chances of each draft's coins.",
+  typical: "this rule throws no coin, so each draft leads to what came.",
+};
+
 /** Two tallies of the same rolls in one; `sum` is null at first. */
 export function joined(sum, next) {
   if (!sum) return next;
@@ -46,8 +54,8 @@ export function Many({ tally, running }) {
           <tbody>${landed.map((count, index) => html`<tr><th scope="row">${index}</th>
             <td class="draw"><${Versus} came=${count / most} wanted=${expected && expected[index] / most} /></td>
             <td class="figure">${count}</td>${expected && html`<td class="figure">${expected[index].toFixed(0)}</td>`}</tr>`)}</tbody></table>
-        <p class="note">On average <b>${mean(landed).toFixed(2)}</b>${expected ? html`, expected <b>${mean(expected).toFixed(2)}</b>: ${
-          rule === "block" ? "from the chances of each draft's coins." : "for each draft, the probabilities that its guesses are kept, multiplied along the chain."}` : html`. There is no short formula for what this rule keeps of such a draft, so nothing is put beside it.`}</p>
+        <p class="note">On average <b>${mean(landed).toFixed(2)}</b>${expected ? html`, expected <b>${mean(expected).toFixed(2)}</b>: ${FROM[rule.split("(")[0]] ?? FROM.chances}`
+          : html`. The guesses may share the model's random numbers. For such guesses there is no short formula, so nothing is put beside it.`}</p>
       </div>
       <div>
         <h3>The first token of each round</h3>
