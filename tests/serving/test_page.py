@@ -645,20 +645,43 @@ def test_what_was_not_answered_can_be_sent_again(browser, url):
 def test_a_drafter_without_trees_is_offered_chains(browser, url):
     """Whatever shape another drafter was asked for before."""
     known = httpx.get(f"{url}/rounds").json()
-    first, second = known["drafters"]
+    first, second = known["drafters"][:2]
     second["rules"].pop("tree")
     with opened(browser, f"{url}/#roll", motion="reduce") as page:
         page.route("**/rounds", lambda route: route.fulfill(json=known) if route.request.method == "GET" else route.continue_())
         page.reload()
-        page.get_by_label("Shape of the draft").select_option("product(3,2,1)")
+        page.get_by_label("Shape of the draft").fill("product(3,2,1)")
         page.get_by_role("button", name="Roll", exact=True).click()
         page.locator(".landed").wait_for()
         page.get_by_label("Drafter").select_option(second["id"])
         assert page.get_by_label("Shape of the draft").input_value() == "chain(5)"
+        assert all(
+            each.startswith("chain") for each in page.locator("#shapes option").evaluate_all("(all) => all.map(({ value }) => value)")
+        )
         page.get_by_role("button", name="Try the other rules").click()
         page.locator(".outcomes li").nth(len(first["rules"]["tree"]) - 1).wait_for()
         page.get_by_role("button", name="Roll again").click()
         page.locator(".one > header").get_by_text(f"{second['name']}, chain(5)").wait_for()
+
+
+def test_any_shape_and_drafter_can_be_typed_or_chosen(browser, url):
+    """The server says what is wrong with a shape."""
+    with opened(browser, f"{url}/#roll", motion="reduce") as page:
+        page.get_by_role("button", name="Roll", exact=True).wait_for()
+        names = page.get_by_label("Drafter").locator("option").all_inner_texts()
+        assert names[0] == "draft-model (the server's)" and "draft-verify" in names
+        shape = page.get_by_label("Shape of the draft")
+        for wrong, why in [("ring(3)", "Unknown shape 'ring(3)'"), ("product(9,9)", "1 to 64 nodes")]:
+            shape.fill(wrong)
+            page.get_by_role("button", name="Roll", exact=True).click()
+            page.get_by_role("alert").get_by_text(why).wait_for()
+        page.get_by_label("Drafter").select_option("draft-verify")
+        shape.fill("paths(0,1,0.0)")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.locator(".one > header").get_by_text("draft-verify, paths(0,1,0.0)").wait_for()
+        assert violations(page) == []
+        assert all("400" in line for line in page.said)
+        page.said.clear()
 
 
 def test_nothing_comes_from_elsewhere(browser, url):

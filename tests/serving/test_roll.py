@@ -21,7 +21,7 @@ from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
-from foredraft.serving.roll import RollRequest, known_drafters
+from foredraft.serving.roll import UNTRAINED, RollRequest, fitting, known_drafters
 from foredraft.serving.roll import rolled as rolled_alone
 from foredraft.serving.rolling import Roll, Rounds, play
 from foredraft.session import Session
@@ -143,7 +143,7 @@ def test_requests_are_bounded(speculator):
 
     with served(tiny_chat()) as url, httpx.Client(base_url=url, timeout=60) as client:
         known = client.get("/rounds").json()
-        assert [each["id"] for each in known["drafters"]] == ["own", "prompt-lookup"] and not known["rules"]["typical"]["lossless"]
+        assert [each["id"] for each in known["drafters"]] == ["own", *UNTRAINED] and not known["rules"]["typical"]["lossless"]
         good = {"prompt": "one two three", "rule": "match", "shape": "chain(3)"}
         answer = client.post("/rounds", json=good)
         assert answer.status_code == 200, answer.text
@@ -160,9 +160,12 @@ def test_requests_are_bounded(speculator):
             ({"shape": "product(9,9)"}, "64"),
             ({"shape": "dynamic()"}, "chain"),
             ({"shape": "ring(3)"}, "ring"),
+            ({"shape": "chain(65)"}, "64"),
+            ({"shape": "chain(17)", "drafter": "layer-skip"}, "16 levels"),
+            ({"shape": "paths(" + "0," * 300 + "0)"}, "shape"),
             ({"rule": "luck"}, "luck"),
             ({"rule": "rejection", "drafter": "prompt-lookup"}, "rejection"),
-            ({"drafter": "medusa"}, "drafter"),
+            ({"drafter": "medusa"}, "drafter is one of own, prompt-lookup, suffix"),
             ({"colour": "red"}, "colour"),
         ]:
             refused = client.post("/rounds", content=json.dumps({**good, **wrong}), headers={"content-type": "application/json"})
@@ -235,7 +238,41 @@ def test_without_the_page_there_are_no_rolls():
 def test_a_drafter_that_learns_takes_no_part(speculator, monkeypatch):
     monkeypatch.setattr(type(speculator.drafter), "learnt", {"steps": 1})
     request = RollRequest(prompt="x", rule="match")
-    with pytest.raises(ConfigurationError, match="prompt-lookup, got 'own': it keeps texts"):
+    with pytest.raises(ConfigurationError, match="draft-verify, got 'own': it keeps texts"):
         rolled_alone(speculator, request, IDS, 1)
     for name in ("ngram", "token-recycling", "several:prompt-lookup,ngram"):
-        assert list(known_drafters(Speculator(tiny(), name, self_test=False))) == ["prompt-lookup"]
+        assert list(known_drafters(Speculator(tiny(), name, self_test=False))) == list(UNTRAINED)
+
+
+@pytest.mark.parametrize("drafter", UNTRAINED)
+def test_what_needs_nothing_but_the_model_is_rolled_beside_the_servers_own(speculator, drafter):
+    """In a chain and in a tree, under every rule that is said to fit; the server's own then drafts as before."""
+    ids = [12, 7, 30, 5, 12, 7, 30, 9, 12, 7]
+    before = speculator.generate(torch.tensor([ids]), max_new_tokens=8).sequences
+    rules = fitting(known_drafters(speculator)[drafter])
+    for shape, kind in [("chain(3)", "chain"), ("product(2,2)", "tree")]:
+        for rule in rules[kind]:
+            done, name, _ = rolled_alone(speculator, RollRequest(prompt="x", drafter=drafter, rule=rule, shape=shape, rolls=3), ids, 1)
+            assert name == drafter and sum(done.tally.landed) == 3 and len(done.roll.tokens) > 1
+            consistent(done.roll)
+    assert speculator.generate(torch.tensor([ids]), max_new_tokens=8).sequences.equal(before)
+
+
+def test_each_of_several_drafters_can_be_rolled_alone(monkeypatch):
+    several = Speculator(tiny(), "several", drafter_options={"source": ["prompt-lookup", ("draft-model", {"source": tiny()}), "ngram"]})
+    several.drafter.drafters[2].learn = False
+    known = known_drafters(several)
+    assert [name for name in known if name.startswith("own")] == ["own", "own:draft-model", "own:ngram"]
+    monkeypatch.setattr(type(several.drafter.drafters[1]), "close", lambda self: pytest.fail("it is still the server's"))
+    before = several.generate(torch.tensor([IDS]), max_new_tokens=8).sequences
+    request = RollRequest(prompt="x", drafter="own:draft-model", rule="block", shape="chain(3)", rolls=3)
+    done, name, _ = rolled_alone(several, request, IDS, 1)
+    assert name == "draft-model" and done.roll.q is not None and sum(done.tally.landed) == 3
+    assert several.generate(torch.tensor([IDS]), max_new_tokens=8).sequences.equal(before)
+    monkeypatch.undo()
+    several.close()
+
+
+def test_layers_are_not_offered_where_they_cannot_be_run_in_part(speculator, monkeypatch):
+    monkeypatch.setattr(type(speculator.target), "chains_only", "a planted reason")
+    assert not {"layer-skip", "draft-verify"} & set(known_drafters(speculator))

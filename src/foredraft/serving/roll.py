@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from foredraft import drafters, verification
 from foredraft.choices import check_shape, choose_rule
 from foredraft.drafters.base import Drafter
+from foredraft.drafters.several import Several
 from foredraft.errors import ConfigurationError
 from foredraft.logits.known_processors import warpers
 from foredraft.logits.processors import Pipeline
@@ -34,21 +35,23 @@ from foredraft.speculator import Speculator
 from foredraft.text import encode
 
 ROLLS, NODES, CHARACTERS, TOKENS = 500, 64, 8000, 1024  # most of each
+LEVELS = 16  # most of a draft by the model's own layers, each of which costs nearly a pass
 SECONDS = 3.0  # that everybody else waits for one request, about
 OWN, COPIES = "own", "prompt-lookup"
-SHAPES = ("chain(5)", "chain(3)", "chain(8)", "product(3,2,1)", "product(4,2,1)")
+UNTRAINED = (COPIES, "suffix", "lookahead", "layer-skip", "draft-verify")  # need nothing but the model
+SHAPES = ("chain(5)", "chain(3)", "chain(8)", "product(3,2,1)", "product(4,2,1)", "paths(0,1,0.0,0.1,0.0.0)")  # suggestions
 
 
 class RollRequest(BaseModel):
-    """What to roll. ``drafter`` is the server's own, or ``prompt-lookup``; rolls are numbered from ``first`` on, and each has noise of its
-    own, which ``seed`` and the number determine."""
+    """What to roll. ``drafter`` is the server's own, one of its several, or one that needs nothing but the model; rolls are numbered from
+    ``first`` on, and each has noise of its own, which ``seed`` and the number determine."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=CHARACTERS)]
     drafter: Annotated[str, Field(max_length=40)] = OWN
     rule: Annotated[str, Field(max_length=60)] = "rejection"
-    shape: Annotated[str, Field(max_length=60)] = "chain(5)"
+    shape: Annotated[str, Field(max_length=500)] = "chain(5)"
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     first: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -63,7 +66,10 @@ def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRout
         """What can be rolled: drafters, shapes, and the rules that verify each exactly, or lossily."""
         known_rules = {name: verification.describe(name) for name in verification.names()}
         return {
-            "drafters": [{"id": name, "name": made.name, "rules": fitting(made)} for name, made in known_drafters(speculator).items()],
+            "drafters": [
+                {"id": name, "name": made.name, "served": name.startswith(OWN), "rules": fitting(made)}
+                for name, made in known_drafters(speculator).items()
+            ],
             "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in known_rules.items()},
             "shapes": [shape for shape in SHAPES if not speculator.target.chains_only or TreeShape.parse(shape).is_chain],
             "most": {"rolls": ROLLS, "nodes": NODES, "characters": CHARACTERS, "tokens": TOKENS},
@@ -87,11 +93,15 @@ def router(engine: Engine, speculator: Speculator, names: TokenNames) -> APIRout
 
 
 def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
-    """The server's own if it drafts anything, and prompt lookup, which any text has. One that keeps texts is left out: it would keep
-    rolls, which are not what the server is for."""
-    drafter = speculator.drafter
-    own = {} if drafter.name in ("none", COPIES) or drafter.keeps_texts else {OWN: drafter}
-    return {**own, COPIES: drafters.create(COPIES)}
+    """The server's own if it drafts anything, each of them if it has several, and those that need nothing but the model. One that
+    keeps texts is left out: it would keep rolls, which are not what the server is for."""
+    own, target = speculator.drafter, speculator.target
+    members = own.drafters if isinstance(own, Several) else []
+    served = {OWN: own, **{f"{OWN}:{each.name}": each for each in members if each.info.features in ((), own.info.features)}}
+    known = {name: each for name, each in served.items() if each.name not in ("none", COPIES)}
+    known |= {name: drafters.create(name) for name in UNTRAINED}
+    whole = target.sourced or target.chains_only  # whose layers cannot be run in part
+    return {name: each for name, each in known.items() if not (each.keeps_texts or (whole and each.info.shares_target))}
 
 
 def fitting(drafter: Drafter) -> dict[str, list[str]]:
@@ -137,11 +147,15 @@ def rolled(
     if not shape.static or not 1 <= shape.nodes <= NODES:
         raise ConfigurationError(f"shape {request.shape!r}: a roll takes a chain, product or paths of 1 to {NODES} nodes")
     drafter, target = known[request.drafter], speculator.target
+    if drafter.info.shares_target and shape.depth > LEVELS:
+        raise ConfigurationError(
+            f"shape {request.shape!r}: {drafter.name} drafts with the model's own layers; a roll takes {LEVELS} levels"
+        )
     rule, proposal = choose_rule(request.rule, drafter, shape, lossless=False)
     if target.context is not None and len(ids) + shape.depth + 2 > target.context:
         raise ConfigurationError(f"the prompt has {len(ids)} tokens, which leaves no room in the model's context of {target.context}")
     with ExitStack() as undo:
-        if drafter is not speculator.drafter:
+        if not request.drafter.startswith(OWN):
             drafter.bind(target)
             undo.callback(drafter.close)
         check_shape(shape, target, drafter)

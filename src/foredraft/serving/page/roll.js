@@ -58,6 +58,10 @@ export function Roll({ server }) {
   </div>`;
 }
 
+const chain = (shape) => /^\s*chain/.test(shape);
+const fits = (drafter, shape) => Boolean(drafter.rules.tree) || chain(shape);
+const rulesOf = (drafter, shape) => (chain(shape) ? drafter.rules.chain : drafter.rules.tree) ?? drafter.rules.chain ?? [];
+
 function Rolling({ known }) {
   const [settings, set] = useKept("roll", {
     prompt: "def mean(values):\n    return sum(", drafter: known.drafters[0].id, rule: "rejection", shape: "chain(5)", temperature: 0.7,
@@ -72,10 +76,8 @@ function Rolling({ known }) {
   const row = useFocusKept(Boolean(busy));
 
   const drafter = known.drafters.find(({ id }) => id === settings.drafter) ?? known.drafters[0];
-  const shapes = known.shapes.filter((each) => drafter.rules.tree || each.startsWith("chain"));
-  const shape = shapes.includes(settings.shape) ? settings.shape : shapes[0];
-  const kind = shape.startsWith("chain") ? "chain" : "tree";
-  const rules = drafter.rules[kind] ?? [];
+  const { shape } = settings;
+  const rules = rulesOf(drafter, shape);
   const rule = rules.includes(settings.rule) ? settings.rule : rules.includes("rejection") ? "rejection" : rules[0];
   const body = { ...settings, drafter: drafter.id, rule, shape };
 
@@ -118,8 +120,7 @@ function Rolling({ known }) {
   });
 
   const sameNoise = () => attempt("others", async (signal) => {
-    const { rules } = known.drafters.find(({ id }) => id === found.body.drafter);
-    const rest = rules[found.body.shape.startsWith("chain") ? "chain" : "tree"].filter((each) => each !== found.rule);
+    const rest = rulesOf(known.drafters.find(({ id }) => id === found.body.drafter), found.body.shape).filter((each) => each !== found.rule);
     const results = [];
     for (const other of rest) {
       results.push(await postJSON("rounds", { ...found.body, rule: other, seed: found.seed }, signal));
@@ -128,6 +129,10 @@ function Rolling({ known }) {
   });
 
   const put = (name) => (value) => set({ ...settings, [name]: value });
+  const draftBy = (id) => {
+    const next = known.drafters.find((each) => each.id === id);
+    set({ ...settings, drafter: id, shape: fits(next, shape) ? shape : known.shapes.find((each) => fits(next, each)) });
+  };
   const lossy = (name) => (known.rules[name]?.lossless ? name : `${name} (lossy)`);
   return html`<div class="view">
     <h1>Roll a round</h1>
@@ -137,9 +142,11 @@ function Rolling({ known }) {
       <${Field} label="Text so far" wide><textarea rows="3" class="code" spellcheck=${false} maxlength=${known.most.characters} value=${settings.prompt}
         onInput=${(event) => put("prompt")(event.currentTarget.value)}></textarea><//>
       <div class="fields">
-        <${Choice} label="Drafter" value=${drafter.id} set=${put("drafter")} options=${known.drafters} />
-        <${Choice} label="Shape of the draft" value=${shape} set=${put("shape")}
-          options=${shapes.map((each) => ({ id: each, name: each }))} />
+        <${Choice} label="Drafter" value=${drafter.id} set=${draftBy}
+          options=${known.drafters.map(({ id, name, served }) => ({ id, name: served ? `${name} (the server's)` : name }))} />
+        <${Field} label="Shape of the draft"><input list="shapes" required maxlength="500" spellcheck=${false} autocomplete="off" value=${shape}
+          onInput=${(event) => put("shape")(event.currentTarget.value)} /><//>
+        <datalist id="shapes">${known.shapes.filter((each) => fits(drafter, each)).map((each) => html`<option value=${each}></option>`)}</datalist>
         <${Choice} label="Rule" value=${rule} set=${put("rule")} options=${rules.map((name) => ({ id: name, name: lossy(name) }))} />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0.1" most="2" step="0.05" />
         <div class="buttons" ref=${row}>
