@@ -1,1 +1,1 @@
-"""How the embedded models were made. Not part of the distribution; run from a checkout."""
+"""How the embedded models and the screenshots were made. Not part of the distribution; run from a checkout."""

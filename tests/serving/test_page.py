@@ -236,7 +236,7 @@ def test_many_rolls_close_on_p_and_those_of_a_lossy_rule_do_not(browser, url):
             roll("rejection", 150)
             marks.append(card.locator(".closing .mark").inner_text())
         assert "≈" in marks
-        assert "Even a perfect rule would be about" in card.locator(".closing").inner_text()
+        assert re.search(r"Even a perfect rule would be about \d+ % off .* seldom more than \d+ %", card.locator(".closing").inner_text())
         assert violations(page) == []
         roll("typical", 300)
         assert card.locator(".closing .mark").inner_text() == "≠"
@@ -669,7 +669,7 @@ def test_any_shape_and_drafter_can_be_typed_or_chosen(browser, url):
     with opened(browser, f"{url}/#roll", motion="reduce") as page:
         page.get_by_role("button", name="Roll", exact=True).wait_for()
         names = page.get_by_label("Drafter").locator("option").all_inner_texts()
-        assert names[0] == "draft-model (the server's)" and "draft-verify" in names
+        assert names[0] == "draft-model" and "draft-verify" in names
         shape = page.get_by_label("Shape of the draft")
         for wrong, why in [("ring(3)", "Unknown shape 'ring(3)'"), ("product(9,9)", "1 to 64 nodes")]:
             shape.fill(wrong)

@@ -95,7 +95,7 @@ function options(box, series, digits, unit) {
   const axis = { stroke: ink("--muted"), grid: { stroke: ink("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   function ink(name) { return resolved(colour(name)); }
   return {
-    width: box.clientWidth, height: 160, legend: { show: false }, cursor: { show: false }, padding: [8, 8, 0, 0],
+    width: box.clientWidth, height: 160, legend: { show: false }, cursor: { show: false }, padding: [8, 28, 0, 0],
     scales: {
       x: { range: (_, least, most) => [Math.min(least, most - SHORTEST), most] },
       y: { range: (_, least, most) => [0, unit === "%" ? 100 : Math.max(1, (most ?? 1) * 1.1)] },

@@ -65,8 +65,8 @@ export function Many({ tally, running }) {
             <td class="draw"><${Versus} came=${count / rolls / highest} wanted=${p / highest} /></td>
             <td class="figure">${percent(count / rolls)}</td><td class="figure">${percent(Math.max(0, p))}</td></tr>`)}</tbody></table>
         <p class=${far ? "closing far" : "closing near"}><span class="mark" aria-hidden="true">${far ? "≠" : "≈"}</span>
-          <span><b>${percent(distance)}</b> away from the model's own probabilities. Even a perfect rule would be about <b>${percent(chance)}</b> off after ${rolls} rolls, and seldom more than
-            <b>${percent(limit)}</b>; with more rolls both shrink. ${far && (lossless ? "This is more: rare by chance alone, so roll again." : "This is more: this rule changes what the model says.")}</span></p>
+          <span><b>${percent(distance)}</b> away from the model's own probabilities. Even a perfect rule would be about <b>${percent(chance)}</b> off after ${rolls} rolls, and seldom more
+            than <b>${percent(limit)}</b>; with more rolls both shrink. ${far && (lossless ? "This is more: rare by chance alone, so roll again." : "This is more: this rule changes what the model says.")}</span></p>
       </div>
     </div>
     <p class="legend-line"><span class="swatch came"></span> came <span class="swatch wanted"></span> expected</p>

@@ -59,6 +59,7 @@ export function Roll({ server }) {
 }
 
 const chain = (shape) => /^\s*chain/.test(shape);
+const twice = (known, drafter) => known.drafters.some(({ id, name }) => name === drafter.name && id !== drafter.id);
 const fits = (drafter, shape) => Boolean(drafter.rules.tree) || chain(shape);
 const rulesOf = (drafter, shape) => (chain(shape) ? drafter.rules.chain : drafter.rules.tree) ?? drafter.rules.chain ?? [];
 
@@ -143,7 +144,7 @@ function Rolling({ known }) {
         onInput=${(event) => put("prompt")(event.currentTarget.value)}></textarea><//>
       <div class="fields">
         <${Choice} label="Drafter" value=${drafter.id} set=${draftBy}
-          options=${known.drafters.map(({ id, name, served }) => ({ id, name: served ? `${name} (the server's)` : name }))} />
+          options=${known.drafters.map((each) => ({ ...each, name: each.served && twice(known, each) ? `${each.name} (the server's)` : each.name }))} />
         <${Field} label="Shape of the draft"><input list="shapes" required maxlength="500" spellcheck=${false} autocomplete="off" value=${shape}
           onInput=${(event) => put("shape")(event.currentTarget.value)} /><//>
         <datalist id="shapes">${known.shapes.filter((each) => fits(drafter, each)).map((each) => html`<option value=${each}></option>`)}</datalist>
