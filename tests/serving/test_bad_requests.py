@@ -132,6 +132,7 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": "a", "annotations": [{}]}]}, "messages.0"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0.type"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"tool_choice": "required"}, "tool_choice"),

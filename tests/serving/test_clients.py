@@ -136,9 +136,12 @@ def test_free_tools(client: openai.OpenAI, written: str, content: str | None, ca
 
 
 def test_tool_results_go_back(client: openai.OpenAI):
-    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
-    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "noon"}]
-    assert client.chat.completions.create(model="tiny", messages=history, tools=[CLOCK], max_tokens=4).choices
+    """With what clients keep of an answer: the place of a streamed call, annotations that are none or some."""
+    call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    for notes in ([], [{"type": "url_citation"}]):
+        answer = {"role": "assistant", "content": None, "refusal": None, "annotations": notes, "tool_calls": [call]}
+        history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": "call_1", "content": "noon"}]
+        assert client.chat.completions.create(model="tiny", messages=history, tools=[CLOCK], max_tokens=4).choices
 
 
 def test_errors_are_openais_own(client: openai.OpenAI):

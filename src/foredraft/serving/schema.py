@@ -1,4 +1,5 @@
-"""What a request may say. Every field is honoured or refused by name; those in :class:`Noted` cannot change a text."""
+"""What a request may say. Every field is honoured or refused by name. Those in :class:`Noted` cannot change a text, nor can ``annotations``
+and ``index``, which clients send back with earlier answers, and the ``description`` of a schema."""
 
 from __future__ import annotations
 
@@ -245,8 +246,9 @@ class Message(Part):
     def consistent(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise ValueError(f"a message of role {self.role} needs content")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only messages of the assistant have tool_calls")
+        odd = next((name for name in ("tool_calls", "annotations") if getattr(self, name) and self.role != "assistant"), None)
+        if odd:
+            raise ValueError(f"only messages of the assistant have {odd}")
         return self
 
 
