@@ -119,7 +119,10 @@ def test_sigterm_drains_and_then_tells_the_rest():
                 assert health.status_code == 503 and health.json() == {"status": "draining"}
                 refusal = other.post("/v1/completions", json={**LONG, "stream": False})
                 assert refusal.status_code == 503 and "about to stop" in refusal.json()["error"]["message"]
-                assert other.post("/tokenize", json={"prompt": "hello"}).status_code == 503
+                gets = [other.get(path) for path in ("/v1/models", "/v1/models/tiny", "/tokenizer_info", "/openapi.json", "/rounds", "/no")]
+                for refusal in [*gets, *(other.post(path, json={"prompt": "a"}) for path in ("/tokenize", "/detokenize", "/rounds"))]:
+                    assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "draining", refusal.url
+                assert other.get("/metrics").status_code == other.get("/").status_code == 200
             rest = [line for line in lines if line]
         assert 0.9 < time.monotonic() - begin < 15
         assert rest[-2] == "event: error" and "the server stops" in rest[-1] and len(rest) > 4

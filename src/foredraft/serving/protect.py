@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -24,7 +24,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foredraft.serving.failures import ApiError, refused
+from foredraft.serving.failures import ApiError, refused, told
+from foredraft.serving.jobs import DrainingError
 from foredraft.serving.settings import Settings
 
 log = logging.getLogger("foredraft.serving")
@@ -33,7 +34,7 @@ LARGE = 1 << 16  # bytes from which on JSON is read in a thread of its own
 BODY_TIMEOUT = 30.0  # seconds for a whole body
 LINGER = 1.0  # seconds in which the rest of a body that was refused is read and dropped
 ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN = ("/", "/health", "/metrics")  # paths that need no key
+OPEN = ("/", "/health", "/metrics")  # paths that need no key, and are answered while the server drains
 CLOSE = {"Connection": "close"}
 BUSY = {**CLOSE, "Retry-After": "1"}
 BODIES = 32  # of the largest size that all requests together may hold
@@ -44,14 +45,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Protection:
-    """Checks Host and key, gives every request an id, and logs how it ended.
+    """Checks Host and key, gives every request an id, and logs how it ended. ``check_ready`` raises DrainingError while the server takes no
+    requests; then the page's files, ``/health`` and ``/metrics`` alone are answered.
 
     Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
     and ``status``, of the line in the log. Above it, ``crowded`` may say that there are too many connections.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings):
-        self.app = app
+    def __init__(self, app: ASGIApp, settings: Settings, check_ready: Callable[[], None]):
+        self.app, self.check_ready = app, check_ready
         self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
         self.local, self.most = is_local(settings.host), settings.max_body
         self.held: Counter[str] = Counter()  # bytes of the bodies of all requests under way, by their owners
@@ -86,11 +88,13 @@ class Protection:
             state["key"] = self.key_of(scope, headers.get("authorization", ""))
             state["owner"] = state["key"] or str((scope.get("client") or ("",))[0])
             self.check_length(headers.get("content-length", "0"))
+            if not is_open(path_of(scope)):
+                self.check_ready()
             await self.app(scope, self.bounded(receive, state), answer)
-        except ApiError as error:
+        except (ApiError, DrainingError) as error:
             if state["status"]:
                 raise
-            await error.response()(scope, receive, answer)
+            await told(error).response()(scope, receive, answer)
         except ClientDisconnect:  # nobody is there to be told
             state["status"] = LEFT
         finally:
@@ -154,9 +158,7 @@ class Protection:
         Raises:
             ApiError: 401.
         """
-        path = path_of(scope)
-        open_to_all = path in OPEN or path.startswith("/page/") or scope["method"] == "OPTIONS"
-        if not self.keys or open_to_all:
+        if not self.keys or is_open(path_of(scope)) or scope["method"] == "OPTIONS":
             return None
         kind, _, key = header.partition(" ")
         given = key.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
@@ -190,6 +192,11 @@ def too_large(most: int) -> ApiError:
 def path_of(scope: Scope) -> str:
     """The path below where another application mounts this one."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def is_open(path: str) -> bool:
+    """Whether everybody may ask for it, at any time."""
+    return path in OPEN or path.startswith("/page/")
 
 
 def is_local(host: str) -> bool:
