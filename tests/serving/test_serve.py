@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -188,6 +189,30 @@ def test_connections_cannot_be_held_open_for_nothing(monkeypatch):
             begin, lines = time.monotonic(), response.iter_lines()
             while time.monotonic() - begin < 1:
                 next(lines)
+
+
+def test_what_is_no_http_gets_an_error_like_any_other():
+    """And in the middle of an answer, nothing is put into that."""
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with process(server, nothing, {"max_body": 1000}) as found:
+        address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
+
+        def sent(*parts: bytes) -> bytes:
+            with socket.create_connection(address, timeout=10) as connection:
+                received = b""
+                for part in parts:
+                    connection.sendall(part)
+                    received += connection.recv(1 << 16)
+                while more := connection.recv(1 << 16):
+                    received += more
+            return received
+
+        for broken in (b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: a\r\n\r\n", chunked + b"no number\r\n"):
+            head, _, text = sent(broken).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+            assert json.loads(text)["error"]["code"] == "invalid_http", text
+        large = sent(chunked + b"800\r\n" + b"a" * 0x800 + b"\r\n", b"no number\r\n")  # the rest is read before the answer ends
+        assert large.startswith(b"HTTP/1.1 413 ") and large.count(b"HTTP/1.1") == 1
 
 
 def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_one_is_not(monkeypatch):

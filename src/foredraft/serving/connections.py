@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from foredraft.serving import sse
+from foredraft.serving.failures import refused
 
 HEADERS = 10.0  # seconds for the head of a request: from connecting, or from the first byte of a later one
 
 
 class Connection(AutoHTTPProtocol):
     """Closes the connection where a request's head takes too long, and cuts it off where the client reads nothing of an answer for long:
-    asyncio closes none before all is sent. Bodies have a limit of their own."""
+    asyncio closes none before all is sent. Bodies have a limit of their own. What is no HTTP gets an error in the form of all others."""
 
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
@@ -27,6 +29,14 @@ class Connection(AutoHTTPProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls for bytes that are no HTTP; its own answer is no JSON. An answer under way ends there."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = json.dumps(refused(msg, code="invalid_http").body).encode()
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
