@@ -212,18 +212,20 @@ def test_a_scrape_while_rounds_run_disturbs_nobody():
     run(main())
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are():
+def test_the_dashboard_and_the_docs_name_metrics_that_there_are():
     async def main() -> set[str]:
         async with running(table_speculator(), model="a model") as engine:
             await ask(engine)
             return set(samples(engine))
 
-    text = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8")
-    board, there = json.loads(text), run(main())
+    docs = Path(__file__).parents[2] / "docs"
+    board, there = json.loads((docs / "grafana.json").read_text(encoding="utf-8")), run(main())
     asked = {
         name for panel in board["panels"] for each in panel["targets"] for name in re.findall(r"\b(?:vllm|foredraft):\w+", each["expr"])
     }
     assert len(asked) > 12 and asked <= there, asked - there
+    named = {f"{name}_total" for name in re.findall(r"`(foredraft:\w+)`", (docs / "server.md").read_text(encoding="utf-8"))}
+    assert named == {name for name in there if name.startswith("foredraft:")}, "docs/server.md names them all"
 
 
 def test_counting_costs_little():
