@@ -27,7 +27,7 @@ def test_the_description_is_whole():
     assert "temperature" in schema.raw_schema["components"]["schemas"]["ChatRequest"]["properties"]
 
 
-@schema.include(path_regex="^/(v1|tokenize|detokenize)").parametrize()
+@schema.parametrize()
 @settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 def test_nothing_made_up_breaks_it(case: schemathesis.Case, impatient: str):
     response = case.call(base_url=impatient)
