@@ -123,6 +123,12 @@ def test_fields(url: str, fields: dict[str, Any], param: str | None):
     assert error["param"] == param and error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(("field", "value"), [("regex", "a" * 5000), ("choice", ["a" * 2500] * 2), ("grammar", "#" * 70_000)])
+def test_what_is_too_long_is_called_by_its_name(url: str, field: str, value: Any):
+    error = refusal(httpx.post(url + "/v1/completions", json=OK | {"structured_outputs": {field: value}}, timeout=30), 400)
+    assert error["code"] == "grammar_too_large" and f"the {field} has " in error["message"]
+
+
 def called(arguments: str) -> dict[str, Any]:
     """An answer that called a tool."""
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}

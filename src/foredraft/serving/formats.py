@@ -50,10 +50,11 @@ def wanted(request: CompletionRequest | ChatRequest, tokenizer: Any, ends: froze
 
 
 def of_structured(outputs: StructuredOutputs) -> dict[str, Any]:
+    """The argument of :class:`Grammar`; ``choice`` is a regular expression that messages call by the name of the field."""
     if outputs.json_ is not None:
         return {"json_schema": outputs.json_}
     if outputs.choice is not None:
-        return {"regex": "|".join(escaped(each) for each in outputs.choice)}
+        return {"choice": "|".join(escaped(each) for each in outputs.choice)}
     if outputs.regex is not None:
         return {"regex": outputs.regex}
     return {"json_schema": {"type": "object"}} if outputs.json_object else {"grammar": outputs.grammar}
@@ -81,7 +82,7 @@ class Formats:
         """
         (kind, value), *_ = source.items()
         text = value if isinstance(value, str) else json.dumps(value)
-        most = LONGEST_REGEX if kind == "regex" and param != "tool_choice" else LONGEST
+        most = LONGEST_REGEX if kind in ("regex", "choice") and param != "tool_choice" else LONGEST
         if len(text) > most:
             raise refused(f"{param}: the {kind} has {len(text)} characters; at most {most} are taken", param, "grammar_too_large")
         found = self._known.pop((param, kind, text), None)
@@ -121,8 +122,9 @@ class Formats:
 
     def _make(self, source: dict[str, Any]) -> Grammar:
         """Compiled, and asked for its first mask, which shows what it will cost."""
-        check(*next(iter(source.items())))
-        grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, **source)
+        (kind, value), *_ = source.items()
+        check(kind, value)
+        grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, **{"regex" if kind == "choice" else kind: value})
         import numpy as np
 
         try:
