@@ -1,6 +1,6 @@
 """Programs that call ``model.generate``, unchanged, with an attached model: they get what they get from the model alone.
 
-A library that is not installed skips its test by name; ``make compat`` installs them all.
+A library that is not installed skips its test by name; ``make compat`` installs them all, and there the test fails.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import library
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, TextStreamer, pipeline
 
 import foredraft
@@ -102,7 +103,7 @@ def test_stop_strings(tokenizer):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(tokenizer, precision):
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = library("accelerate")
     if precision == "bf16" and not onednn_lays_out(torch.bfloat16):
         pytest.skip("on this CPU the rounding of a bfloat16 product depends on the number of its rows, and the self-test refuses that")
 
@@ -116,7 +117,7 @@ def test_accelerate(tokenizer, precision):
 
 
 def test_accelerate_with_weights_that_are_loaded_when_needed(tokenizer):
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = library("accelerate")
 
     def program(model):
         return accelerate.cpu_offload(model, "cpu").generate(**inputs(tokenizer), **GREEDY).tolist()
@@ -125,7 +126,7 @@ def test_accelerate_with_weights_that_are_loaded_when_needed(tokenizer):
 
 
 def test_peft(tokenizer):
-    peft = pytest.importorskip("peft")
+    peft = library("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
 
     def adapted():
@@ -147,7 +148,7 @@ def test_peft(tokenizer):
 
 
 def test_langchain(tokenizer):
-    huggingface = pytest.importorskip("langchain_huggingface")
+    huggingface = library("langchain_huggingface")
 
     def program(model):
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer, return_full_text=False, **GREEDY)
@@ -159,7 +160,7 @@ def test_langchain(tokenizer):
 
 
 def test_llama_index(tokenizer):
-    huggingface = pytest.importorskip("llama_index.llms.huggingface")
+    huggingface = library("llama_index.llms.huggingface")
 
     def program(model):
         llm = huggingface.HuggingFaceLLM(
@@ -171,7 +172,7 @@ def test_llama_index(tokenizer):
 
 
 def test_smolagents(tokenizer, tmp_path):
-    smolagents = pytest.importorskip("smolagents")
+    smolagents = library("smolagents")
     load().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
@@ -189,7 +190,7 @@ def test_smolagents(tokenizer, tmp_path):
 
 def test_outlines(tokenizer):
     """Its masks follow the order of calls, which drafts change: they are refused, and Foredraft's own take their place."""
-    outlines = pytest.importorskip("outlines")
+    outlines = library("outlines")
     assert check(lambda model: outlines.from_transformers(model, tokenizer)(PROMPTS[0], **GREEDY))
     model = load()
     attach(model)
@@ -202,7 +203,7 @@ def test_outlines(tokenizer):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_lm_eval(tokenizer, batch):
-    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    huggingface = library("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
 
     options = {"until": ["\n\n", "):"], "max_gen_toks": 24}
@@ -246,7 +247,7 @@ def grpo(model: Any, tokenizer: Any, folder: Any, *, adapter: bool, **options: A
 def test_trl(tokenizer, tmp_path, adapter):
     """GRPO generates in training mode. The most likely texts are those of the model alone; and where it samples, each step changes the
     weights, which the next call uses."""
-    pytest.importorskip("trl")
+    library("trl")
     assert len(check(lambda model: grpo(model, tokenizer, tmp_path, adapter=adapter, top_k=1))) == 3
     model, scored = load(), {**GREEDY, "output_scores": True, "return_dict_in_generate": True}
     before = model.generate(**inputs(tokenizer), **scored)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from libraries import NEEDED
 from transformers import AutoModelForCausalLM
 
 import foredraft
@@ -41,7 +42,7 @@ def test_snippet_runs_as_it_stands(name, published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     missing = sorted(package for package in imported(SNIPPETS[name]) if find_spec(package) is None)
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+        (pytest.fail if NEEDED else pytest.skip)(f"not installed: {', '.join(missing)}")
     exec(compile(SNIPPETS[name].replace("Qwen/Qwen3-0.6B", published), name, "exec"), {"__name__": "page"})
 
 

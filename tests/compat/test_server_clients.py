@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from libraries import library
+from served import served, tiny_chat
 
 from foredraft import Speculator, zoo
-
-pytest.importorskip("fastapi")
-from served import served, tiny_chat
 
 TOOL = {
     "type": "function",
@@ -33,7 +32,7 @@ def url():
 
 
 def test_langchain(url: str):
-    langchain = pytest.importorskip("langchain_openai")
+    langchain = library("langchain_openai")
     chat = langchain.ChatOpenAI(base_url=url + "/v1", api_key="none", model="tiny", max_tokens=12, temperature=0, seed=1, max_retries=0)
     whole = chat.invoke("hello")
     assert whole.content == "".join(part.content for part in chat.stream("hello"))
@@ -46,7 +45,7 @@ def test_langchain(url: str):
 
 
 def test_litellm(url: str):
-    litellm = pytest.importorskip("litellm")
+    litellm = library("litellm")
     arguments = {"model": "openai/tiny", "api_base": url + "/v1", "api_key": "none", "max_tokens": 12, "temperature": 0, "seed": 1}
     messages = [{"role": "user", "content": "hello"}]
     whole = litellm.completion(messages=messages, **arguments)
@@ -56,7 +55,7 @@ def test_litellm(url: str):
 
 def test_lm_eval_as_its_own_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Log-likelihoods of the server are those of lm-eval's ``hf``, to 1e-4, in float32."""
-    pytest.importorskip("lm_eval")
+    library("lm_eval")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI
