@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from fake_openai import FakeServer, serve
+from kernel_cases import needs_kernels
+from served import served
 from typer.testing import CliRunner
 
-from foredraft import ConfigurationError, ExactnessError
+from foredraft import ConfigurationError, ExactnessError, Speculator
 from foredraft.auditing.server import BIAS, SAMPLES, ServerReport, audit_server, repeating, samples
 from foredraft.auditing.server.abilities import Abilities, find
 from foredraft.auditing.server.answers import Answer, Request, answers
@@ -390,3 +393,16 @@ def test_a_chunk_is_cut_at_line_feeds_alone():
     body = "".join(f"data: {json.dumps(each, ensure_ascii=False)}\r\n\r\n" for each in said) + "data: [DONE]\n\n"
     assert list(events(httpx.Response(200, content=body.encode()))) == said
     assert "\u2028" not in data(said[0]).decode() and json.loads(data(said[0])[6:]) == said[0]
+
+
+@needs_kernels
+def test_our_own_server_is_exact(tmp_path: Path):
+    """By the command, over HTTP. On the kernels, so that the verdict depends on no rounding."""
+    prompt = tmp_path / "prompt"
+    prompt.write_text("x = [1, 2, 3]\ny = [1, 2,", encoding="utf-8")
+    speculator = Speculator("zoo:python-1m", "prompt-lookup", shape="chain(2)", dtype="float32")
+    few = ["--samples", "60", "--max-new-tokens", "12", "--at-once", "16", "--prompts", str(prompt)]
+    with served(speculator) as url:
+        result = CliRunner().invoke(app, ["audit", "--server", url, *few])
+    assert result.exit_code == 0 and "EXACT" in result.output and "-approx" not in result.output, result.output
+    assert not re.search(r"\b0 tokens drafted", result.output) and "tokens drafted" in result.output
