@@ -15,8 +15,12 @@ import pytest
 import torch
 from architectures import build
 from helpers import tiny
+from kernel_cases import build as kernel_model
+from kernel_cases import needs_kernels
 
 from foredraft import ConfigurationError, Speculator
+from foredraft.backends import choice, native
+from foredraft.backends.packing import PLAIN, onednn_lays_out
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
@@ -108,6 +112,30 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     found.append(fingerprint())
     assert len(set(found)) == len(found), found
+
+
+@needs_kernels
+def test_it_covers_the_kernels(monkeypatch):
+    """Their layouts, source and instruction sets. It ends in -approx unless they compute everything, as the target's own test finds."""
+
+    def computed(execution: str) -> str:
+        return fingerprint(kernel_model("llama", torch.float32), execution=execution)
+
+    exact, packed = computed("native"), computed("packed")
+    assert exact == computed("native") and not exact.endswith("-approx") and packed.endswith("-approx")
+    found = {exact, packed.removesuffix("-approx")}
+    changes = [
+        lambda patched: patched.setenv("FOREDRAFT_INSTRUCTIONS", "avx2"),
+        lambda patched: patched.setattr(native, "revision", lambda: "another"),
+        lambda patched: patched.setattr(native, "cpu_flags", lambda: frozenset({"avx2"})),
+    ]
+    if onednn_lays_out(torch.float32):  # which comes first where it can
+        changes.append(lambda patched: patched.setattr(choice, "HINTS", (PLAIN,)))
+    for change in changes:
+        with monkeypatch.context() as patched:
+            change(patched)
+            found.add(computed("packed").removesuffix("-approx"))
+    assert len(found) == 2 + len(changes)
 
 
 def test_it_changes_with_a_cache_that_cuts_texts(monkeypatch):
