@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served import TINY, served, tiny_chat
+from served import TINY, gauge, served, tiny_chat, wait_for
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.routing import Mount
@@ -380,11 +380,6 @@ def test_requests_that_take_too_long_are_over():
         assert name == "event: error" and json.loads(data.removeprefix("data: "))["error"]["type"] == "timeout_error"
 
 
-def gauge(url: str, name: str) -> int:
-    lines = httpx.get(url + "/metrics").text.splitlines()
-    return int(float(next(line.split()[-1] for line in lines if line.startswith(f"vllm:num_requests_{name}{{"))))
-
-
 def live(url: str) -> int:
     return gauge(url, "running")
 
@@ -608,13 +603,6 @@ def test_tokenizing_takes_no_thread_from_completions(url: str, monkeypatch: pyte
         finally:
             let_go.set()
     wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 200)
-
-
-def wait_for(true: Any, seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "too late"
-        time.sleep(0.02)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(url: str):

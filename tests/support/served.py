@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -56,3 +57,16 @@ def events(response: httpx.Response) -> list[Any]:
     found = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert found[-1] == "[DONE]", response.text[-500:]
     return [json.loads(each) for each in found[:-1]]
+
+
+def gauge(url: str, name: str) -> int:
+    """How many rows are ``running`` or ``waiting``."""
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return int(float(next(line.split()[-1] for line in lines if line.startswith(f"vllm:num_requests_{name}{{"))))
+
+
+def wait_for(true: Callable[[], object], seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.02)
