@@ -94,7 +94,17 @@ def nothing(speculator: Any) -> None:
 
 def test_the_command_serves_until_it_is_told_to_stop():
     native.refusal(torch.float32)  # compiled once, in the process that is forked
-    with process(command, str(TINY), "--drafter", "none", "--port", "0", "--threads", "1", "--no-page", "--api-key", "secret") as found:
+    flags = [
+        "--no-page",
+        "--api-key",
+        "secret",
+        "--request-metrics",
+        "--cors-origin",
+        "https://a.example",
+        "--cors-origin",
+        "https://b.example",
+    ]
+    with process(command, str(TINY), "--drafter", "none", "--port", "0", "--threads", "1", *flags) as found:
         assert "the OpenAI API is at http://127.0.0.1:" in found.line and "web page" not in found.line
         with httpx.Client(base_url=found.url, timeout=30) as client:
             asked = {"model": str(TINY), "prompt": "x", "max_tokens": 3, "seed": 1}
@@ -102,7 +112,10 @@ def test_the_command_serves_until_it_is_told_to_stop():
             client.headers["authorization"] = "Bearer secret"
             answers = [client.post("/v1/completions", json=asked).json() for _ in range(2)]
             assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"]["completion_tokens"] == 3
-            assert answers[0]["system_fingerprint"].startswith("fp_")
+            assert answers[0]["system_fingerprint"].startswith("fp_") and "speculative_decoding" in answers[0]["metrics"]
+            for origin, allowed in (("https://a.example", True), ("https://b.example", True), ("https://c.example", False)):
+                headers = client.get("/v1/models", headers={"origin": origin}).headers
+                assert (headers.get("access-control-allow-origin") == origin) == allowed
         found.kill(signal.SIGINT)
         assert ended(found) == 0
 
@@ -295,6 +308,17 @@ def test_a_port_in_use_is_one_line():
         result = CliRunner().invoke(commands, ["serve", str(TINY), "--drafter", "none", "--port", str(port)], prog_name="foredraft")
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     assert f"cannot listen at 127.0.0.1 port {port}" in result.stderr and "--port 0" in result.stderr
+
+
+def test_deterministic_refuses_what_cannot_be_repeated():
+    """By its message, before it takes requests. The rule ``auto`` has draws that depend on the drafts."""
+    from foredraft.cli import app as commands
+
+    asked = ["serve", str(TINY), "--drafter", "none", "--rule", "auto", "--port", "0", "--threads", "1", "--deterministic"]
+    result = CliRunner().invoke(commands, asked, prog_name="foredraft")
+    assert result.exit_code == 2 and "cannot be repeated bit for bit" in result.stderr and "Leave --deterministic out" in result.stderr
+    assert settings_of(Configuration("zoo:python-8m"), Serving(deterministic=True)).deterministic
+    assert settings_of(Configuration("zoo:python-8m"), Serving()).deterministic is None
 
 
 def test_addresses():
