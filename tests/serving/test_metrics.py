@@ -114,6 +114,30 @@ def test_names_labels_and_sums():
     run(main())
 
 
+def test_vllms_load_tool_reads_its_counts_from_the_text():
+    """``vllm.benchmarks.serve`` goes through the lines: it tells names apart by what is in them, and looks for a position in the labels."""
+
+    async def main() -> None:
+        async with running(table_speculator(), model="tiny") as engine:
+            await ask(engine, *(Choice([0], parameters(30, seed=each)) for each in range(3)))
+            lines, stats, drafts = engine.metrics.render()[0].decode().splitlines(), engine.session.stats, engine.metrics.drafts.total()
+        read, places = Counter[str](), dict[int, int]()
+        for line in lines:
+            if line.startswith("vllm:spec_decode"):
+                name, value = line.split()
+                parts = ("drafts", "draft_tokens", "accepted_tokens_per_pos", "accepted_tokens")
+                part = next(each for each in parts if f"num_{each}" in name)
+                read[part] += int(float(value))
+                if part == "accepted_tokens_per_pos":
+                    places[int(name.partition('position="')[2].partition('"')[0])] = int(float(value))
+                assert name.partition("{")[0].endswith("_total")
+        assert read["drafts"] == drafts > 0 and read["draft_tokens"] == stats.drafted > drafts
+        assert read["accepted_tokens"] == stats.accepted == sum(places.values()) > 0
+        assert places == dict(enumerate(stats.accepted_by_depth))
+
+    run(main())
+
+
 def test_pages_that_rows_hold_are_a_share_of_those_that_may_be_held():
     async def main() -> None:
         speculator = Speculator(tiny(), "none", cache_memory="1MiB", execution="eager")
