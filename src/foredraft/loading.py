@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ def load_model(
     from safetensors import SafetensorError
     from transformers import AutoConfig
 
+    from foredraft.quantization import torchao_files
     from foredraft.quantization.checkpoints import config_to_load, load_gguf
 
     loader, kind = loader_for(config)
@@ -91,7 +93,8 @@ def load_model(
             model = load_gguf(loader, folder, file, parse_dtype(dtype), **how)
         else:
             how |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told by check_weights
-            model, info = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
+            load = partial(loader.from_pretrained, source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
+            model, info = torchao_files.loaded(load, source, config)
             check_weights(source, info)
     except ConfigurationError:
         raise

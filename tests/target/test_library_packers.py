@@ -1,4 +1,5 @@
-"""Layers as the libraries themselves pack them: what is read is, bit for bit, what each library unpacks."""
+"""Layers as the libraries themselves pack them: what is read is, bit for bit, what each library unpacks. And torchao's
+checkpoints that are not whole."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stored import about_compressed
+from transformers import AutoModelForCausalLM, Qwen3Config, TorchAoConfig
 
+from foredraft import ConfigurationError
+from foredraft.loading import load_model
 from foredraft.quantization.checkpoints import Stored
 
 FILE = Path(__file__).parents[1] / "packed" / "layers.safetensors"  # made by python tests/packed
@@ -52,3 +56,81 @@ def test_layers_of_compressed_tensors(form, bits, strategy, symmetric):
     parts = compressor.compress({"weight": made, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     weight = Stored.of(about, "here").weight(parts, SHAPE, torch.bfloat16)
     assert weight.bits == bits and torch.equal(weight.dequantize(), compressor.decompress(parts, scheme)["weight"])
+
+
+# -- torchao's checkpoints ---------------------------------------------------------------------------------------------------
+
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module", params=["int8", "int4"])
+def torchao_folder(request, tmp_path_factory):
+    torchao = pytest.importorskip("torchao.quantization")
+    kinds = {
+        "int8": torchao.Int8WeightOnlyConfig(set_inductor_config=False),
+        "int4": torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)),
+    }
+    plain, folder = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).save_pretrained(plain)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=TorchAoConfig(kinds[request.param])).save_pretrained(folder)
+    return folder
+
+
+def changed(folder, to, change):
+    """A copy of a checkpoint of torchao in the folder ``to``; ``change`` is given its tensors, its metadata and its configuration."""
+    with safe_open(folder / "model.safetensors", "pt") as opened:
+        state, about = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    config = json.loads((folder / "config.json").read_text())
+    change(state, about, config)
+    save_file(state, to / "model.safetensors", about)
+    (to / "config.json").write_text(json.dumps(config))
+    return str(to)
+
+
+@pytest.mark.parametrize("part", ["qdata", "scale", "zero_point"])
+def test_a_part_that_a_torchao_checkpoint_lacks_is_named(part, torchao_folder, tmp_path):
+    folder = changed(torchao_folder, tmp_path, lambda state, about, config: state.pop(f"{UP}._weight_{part}"))
+    with pytest.raises(ConfigurationError, match=rf"quantized by half: {UP}\.weight has \w+, \w+, but no {part}; download it again"):
+        load_model(folder)
+
+
+def shorter(part):
+    def change(state, about, config):
+        state[f"{UP}._weight_{part}"] = state[f"{UP}._weight_{part}"][:-1].contiguous()
+
+    return change
+
+
+def of_48(state, about, config):
+    known = json.loads(about[f"{UP}.weight"])
+    known["_data"]["block_size"] = [1, 48]
+    about[f"{UP}.weight"] = json.dumps(known)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shorter("qdata"), r"up_proj\.weight has \w+ of shape \(96, \d\) where \(95, \d\) is needed"),
+        (shorter("scale"), r"up_proj\.weight has scale of shape \(95, \d\) where \(96, \d\) is needed"),
+        (shorter("zero_point"), r"up_proj\.weight has zero_point of shape \(95, \d\) where \(96, \d\) is needed"),
+        (of_48, r"up_proj\.weight has 64 inputs, which are no whole number of groups of 48"),
+        (
+            lambda state, about, config: config.update(intermediate_size=128),
+            r"gate_proj\.weight has shape \(96, 64\), and not \(128, 64\)",
+        ),
+    ],
+)
+def test_a_torchao_checkpoint_that_contradicts_itself_is_refused(change, message, torchao_folder, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"contradicts itself: .*{message}; load a folder whose files"):
+        load_model(changed(torchao_folder, tmp_path, change))
+
+
+def test_a_torchao_checkpoint_that_is_whole_is_loaded(torchao_folder, tmp_path):
+    found = load_model(changed(torchao_folder, tmp_path, lambda *given: None))
+    theirs = AutoModelForCausalLM.from_pretrained(torchao_folder)
+    assert torch.equal(found.get_submodule(UP).weight.dequantize(), theirs.get_submodule(UP).weight.dequantize())
