@@ -1,5 +1,5 @@
-"""Layers as the libraries themselves pack them: what is read is, bit for bit, what each library unpacks. And torchao's
-checkpoints that are not whole."""
+"""Layers as the libraries themselves pack them: what is read is, bit for bit, what each library unpacks. And rows that are no whole number
+of groups, and torchao's checkpoints that are not whole."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stored import about_compressed
+from stored import ABOUT, about_compressed, awq, compressed, gptq, numbers
 from transformers import AutoModelForCausalLM, Qwen3Config, TorchAoConfig
 
 from foredraft import ConfigurationError
 from foredraft.loading import load_model
-from foredraft.quantization.checkpoints import Stored
+from foredraft.quantization.checkpoints import BLOCK, Stored
+from foredraft.quantization.grouped import codes_from
 
 FILE = Path(__file__).parents[1] / "packed" / "layers.safetensors"  # made by python tests/packed
 SHAPE = 32, 96
@@ -56,6 +57,37 @@ def test_layers_of_compressed_tensors(form, bits, strategy, symmetric):
     parts = compressor.compress({"weight": made, "weight_scale": scale, "weight_zero_point": zero}, scheme)
     weight = Stored.of(about, "here").weight(parts, SHAPE, torch.bfloat16)
     assert weight.bits == bits and torch.equal(weight.dequantize(), compressor.decompress(parts, scheme)["weight"])
+
+
+# -- rows that are no whole number of groups ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(96, 64), (100, 32), (40, 64)])
+@pytest.mark.parametrize("method", ["awq", "gptq", "gptq-8", "compressed-4", "compressed-8"])
+def test_the_last_group_may_be_shorter(method, inputs, group):
+    """AutoAWQ and compressed-tensors make none such."""
+    bits = 8 if "8" in method else 4
+    made = numbers(32, inputs, bits=bits, group=group)
+    codes, zeros = codes_from(made.qdata, bits), made.zeros.clamp(1, (1 << bits) - 1)
+    how = {"group_size": group, "checkpoint_format": "gptq"} if method.startswith("gptq") else {"group_size": group}
+    if method == "awq":
+        about, parts = ABOUT["awq"] | how, awq(codes, made.scale, zeros, group)
+    elif method.startswith("gptq"):
+        padded = torch.cat((codes, codes.new_zeros(32, -inputs % (32 // bits))), 1)
+        about, parts = ABOUT[method] | how, gptq(padded, made.scale, zeros, group, bits=bits)
+        parts["g_idx"] = parts["g_idx"][:inputs]
+    else:
+        about, parts = about_compressed(bits, group), compressed(codes, made.scale, zeros, group, bits=bits)
+    groups = torch.arange(inputs) // group
+    wanted = (codes.float() - zeros.float()[:, groups]) * made.scale.float()[:, groups]
+    assert torch.equal(Stored.of(about, "here").weight(parts, (32, inputs), torch.float32).dequantize(), wanted)
+
+
+def test_blocks_of_mxfp4_are_whole():
+    parts = {"blocks": torch.zeros(2, 32, 2, 16, dtype=torch.uint8), "scales": torch.zeros(2, 32, 2, dtype=torch.uint8)}
+    plain = torch.empty(2, 32, 48, device="meta")
+    with pytest.raises(ValueError, match=f"48 inputs, which are no whole number of blocks of {BLOCK}"):
+        Stored.of({"quant_method": "mxfp4"}, "here").experts(parts, plain, False)
 
 
 # -- torchao's checkpoints ---------------------------------------------------------------------------------------------------

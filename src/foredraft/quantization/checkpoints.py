@@ -190,6 +190,8 @@ class Stored:
         inputs, outputs = sizes if transposed else sizes[::-1]
         if self.form == "gguf":
             return self._of_gguf(parts, (count, outputs, inputs), plain.dtype)
+        if inputs % BLOCK:
+            raise ValueError(f"{inputs} inputs, which are no whole number of blocks of {BLOCK}")
         blocks, scales = parts["blocks"], parts["scales"]
         expected = {
             "blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)),
@@ -222,7 +224,7 @@ class Stored:
         if self.form == "gptq":
             bits = bits_of(parts["qweight"].shape[0], inputs)
             words = parts["qzeros"].long() + self.first * sum(1 << bit for bit in range(0, 32, bits))  # whole words, with carries
-            codes, zeros = fields(parts["qweight"].T, bits), fields(words, bits).T
+            codes, zeros = fields(parts["qweight"].T, bits)[:, :inputs], fields(words, bits).T
             return bits, codes, parts["scales"].T, zeros, parts.get("g_idx")
         scale, zero = parts["weight_scale"], parts.get("weight_zero_point")
         scale = scale.expand(outputs, -1) if scale.ndim == 2 else scale.reshape(-1, 1).expand(outputs, 1)
