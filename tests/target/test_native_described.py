@@ -293,23 +293,27 @@ WRONG = [  # the model, the family, what its description says instead, and what 
 ]
 
 
-def refused(name):
+def refused(name, dtype=torch.float32):
     """The model ``name``, not on the kernels, whose logits are right all the same."""
-    plain, found = (Target(build(name, torch.float32), execution=execution, owned=True) for execution in ("eager", "native"))
+    plain, found = (Target(build(name, dtype), execution=execution, owned=True) for execution in ("eager", "native"))
     assert found.execution == "packed" and "forward" not in vars(found.model.get_decoder())
     with torch.inference_mode():
         logits = []
         for each in (plain, found):
             each.open([PROMPT])
             logits.append(each.prefill([PROMPT], first=0))
-        assert_close(logits[1], logits[0], torch.float32)
+        assert_close(logits[1], logits[0], dtype)
     return found
 
 
-@pytest.mark.parametrize(("name", "family", "instead", "said"), WRONG)
-def test_a_wrong_description_is_not_used(name, family, instead, said, monkeypatch):
+EVERY = [(number, dtype) for number in range(len(WRONG)) for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("number", "dtype"), nightly_but({each for each in EVERY if each[1] == torch.float32 or not each[0] % 4}, EVERY))
+def test_a_wrong_description_is_not_used(number, dtype, monkeypatch):
+    name, family, instead, said = WRONG[number]
     monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **instead))
-    assert re.search(said, refused(name).reasons["fused"])
+    assert re.search(said, refused(name, dtype).reasons["fused"])
 
 
 def sinks_of_other_heads(patch):
@@ -345,10 +349,39 @@ def up_for_gate(patch):
     patch.setattr(modeling_gemma.GemmaMLP, "forward", forward)
 
 
-@pytest.mark.parametrize(("name", "plant"), [("gpt_oss", sinks_of_other_heads), ("gemma", weight_without_one), ("gemma", up_for_gate)])
-def test_numbers_that_are_wrong_are_found(name, plant, monkeypatch):
+def logits_without(name, value):
+    """A factor, divisor or cap of the logits that is left out."""
+
+    def plant(patch):
+        of_model = DescribedModel.__init__
+
+        def other(self, *given):
+            of_model(self, *given)
+            assert getattr(self, name) != value
+            setattr(self, name, value)
+
+        patch.setattr(DescribedModel, "__init__", other)
+
+    return plant
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "plant", "said"),
+    [
+        ("gpt_oss", sinks_of_other_heads, "layer 0 .* computes something else"),
+        ("gemma", weight_without_one, "layer 0 .* computes something else"),
+        ("gemma", up_for_gate, "layer 0 .* computes something else"),
+        ("gemma2", logits_without("cap", 0.0), "the kernels gave logits that differ by"),
+        ("granite", logits_without("divided", 1.0), "the kernels gave logits that differ by"),
+        ("cohere", logits_without("scaled", 1.0), "the kernels gave logits that differ by"),
+    ],
+)
+def test_numbers_that_are_wrong_are_found(name, plant, said, dtype, monkeypatch):
+    """In bfloat16, sinks of other heads change a layer by no more than rounding may; they are seen in the logits."""
     plant(monkeypatch)
-    assert re.search("layer 0 .* computes something else", refused(name).reasons["fused"])
+    said = "the kernels gave logits that differ by" if name == "gpt_oss" and dtype == torch.bfloat16 else said
+    assert re.search(said, refused(name, dtype).reasons["fused"])
 
 
 @pytest.mark.parametrize(
