@@ -419,7 +419,7 @@ def _asking_for_avx512(patch):
         (lambda patch: patch.setattr(native.shutil, "which", lambda name: None), "no C compiler"),
         (lambda patch: patch.setattr(native, "FLAGS", ("-fno-such-flag",)), "could not be compiled or loaded: .* failed"),
         (lambda patch: patch.setattr(native, "cpu_flags", lambda: frozenset({"avx"})), "no AVX2 and no FMA"),
-        (lambda patch: patch.setenv("FOREDRAFT_INSTRUCTIONS", "avx3"), "'avx3'; set it to amx or avx512 or avx2"),
+        (lambda patch: patch.setenv("FOREDRAFT_INSTRUCTIONS", "avx3"), "'avx3'; set it to amx or avx512 or avx512-plain or avx2"),
         (_asking_for_avx512, "asks for avx512, which this CPU does not have"),
         (lambda patch: patch.setattr(native.platform, "machine", lambda: "arm64"), "Linux on arm64"),
         (lambda patch: patch.setattr(native.subprocess, "run", _hang), "could not be compiled or loaded: .* timed out"),

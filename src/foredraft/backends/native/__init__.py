@@ -37,10 +37,20 @@ FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11",
 ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # by machine: compile for all instructions that the CPU has
 NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
 INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # values of FOREDRAFT_INSTRUCTIONS, and their flags for the compiler
-    "x86_64": {"amx": ("-DTILES",), "avx512": (), "avx2": ("-mno-avx512f",)},
+    "x86_64": {
+        "amx": ("-DTILES",),
+        "avx512": (),
+        "avx512-plain": ("-mno-avx512bf16", "-mno-avx512vnni"),
+        "avx2": ("-mno-avx512f",),
+    },
     "aarch64": {"bf16": (), "neon": ("-march=armv8-a",)},
 }
-ASKED = {"amx": "amx_bf16", "avx512": "avx512f", "bf16": "bf16"}  # the CPU flags that these need, as Linux names them
+ASKED = {
+    "amx": "amx_bf16",
+    "avx512": "avx512f",
+    "avx512-plain": "avx512f",
+    "bf16": "bf16",
+}  # the CPU flags that these need, as Linux names them
 CPUS = Path("/proc/cpuinfo")
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash at the end of a file of kernels
