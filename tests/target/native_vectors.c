@@ -1,4 +1,4 @@
-/* Runs what vectors.h has and most of layer.c on fixed numbers, and prints of each result a name, a hash of its bits, and some of its numbers.
+/* Runs what vectors.h has and almost all of layer.c on fixed numbers, and prints of each result a name, a hash of its bits, and some of its numbers.
  * test_native_vectors.py compares these lines between instruction sets. No number is printed where one has no meaning. */
 #include "layer.c"
 
@@ -278,7 +278,103 @@ static void models(void) {
     }
 }
 
+/* Scratch memory for passes over T tokens, in which `most` numbers are the widest of a token */
+static Pass pass_of(int T, int most, int size, int width) {
+    int32_t *begins = room(2 * sizeof(int32_t)), *slots = room(T * sizeof(int32_t));
+    for (int t = 0; t < T; t++) slots[t] = t;
+    begins[1] = T;
+    return (Pass){.threads = THREADS, .rows = 1, .tokens = T, .nodes = T, .width = width, .begins = begins, .row_of = room(T * sizeof(int32_t)),
+                  .slots = slots, .states = room(T * H * sizeof(value)), .projected = room(T * most * sizeof(value)),
+                  .attended = room(T * most * sizeof(value)), .wide = room(T * most * sizeof(value)), .thin = room(T * most * sizeof(value)),
+                  .scratch = room(THREADS * SCRATCH(size) * sizeof(float))};
+}
+
+/* Two layers: queries by way of a smaller vector, and not */
+static void latents(void) {
+    enum { T = 9, WIDTH = 64, ASKING = 2, RANK = 64, TURNED = 16, PLAIN = 32, VALUES_OF_HEAD = 64, LOW = 64, INNER = 192 };
+    Latent low = {.rank = RANK, .turned = TURNED, .plain = PLAIN, .values = VALUES_OF_HEAD, .query_rank = LOW, .kept = matrix(128, H),
+                  .query_in = matrix(LOW, H), .query = matrix(128, LOW), .to_latents = values(ASKING * RANK * PLAIN, -0.2f, 0.2f),
+                  .to_values = values(ASKING * RANK * VALUES_OF_HEAD, -0.2f, 0.2f)};
+    Latent direct = low;
+    direct.query_rank = 0, direct.query = matrix(128, H);
+    Layer first = {.hidden = H, .inner = INNER, .heads = ASKING, .key_heads = 1, .size = RANK + TURNED, .eps = 1e-5, .head_eps = 1e-5, .scaling = 0.2,
+                   .rotary = TURNED, .rotation = INTERLEAVED, .latent = &low, .before = norm(H), .after = norm(H), .query_norm = norm(LOW),
+                   .key_norm = norm(RANK), .output = matrix(H, ASKING * VALUES_OF_HEAD), .gate_up = matrix(2 * INNER, H), .down = matrix(H, INNER)};
+    Layer second = first;
+    second.latent = &direct, second.rotation |= IN_PAIRS;
+    const Layer *layers[] = {&first, &second};
+    value *keys[2], *turned_keys[2], *x = values(T * H, -1.0f, 1.0f), *out = room(T * H * sizeof(value));
+    for (int i = 0; i < 2; i++) keys[i] = room(WIDTH * RANK * sizeof(value)), turned_keys[i] = room(WIDTH * TURNED * sizeof(value));
+    float *angles = room(2 * T * TURNED * sizeof(float));
+    int64_t places[T];
+    for (int i = 0; i < 2 * T * TURNED; i++) angles[i] = between(-1.0f, 1.0f);
+    for (int t = 0; t < T; t++) places[t] = t;
+    const Kind kind = {.row_stride = WIDTH * RANK, .head_stride = WIDTH * RANK, .cos = angles, .sin = angles + T * TURNED};
+    Pass p = pass_of(T, 2 * INNER, RANK + TURNED, WIDTH);
+    p.kinds = &kind, p.places = places;
+    const Norm last = norm(H);
+    model(layers, 2, &p, 0, x, keys, turned_keys, 0, &last, 1e-5, out, 0, 0);
+    print_values("latents", out, T * H), print_values("latents_kept", keys[1], T * RANK), print_values("latents_turned", turned_keys[1], T * TURNED);
+}
+
+static void print_tree(const char *name, const Growth *g, const int64_t *tokens, int count, int read) {
+    uint32_t all[64] = {count, read};
+    for (int i = 0; i < count; i++) all[i + 2] = tokens[i];
+    print(name, all, count + 2, 0);
+    char line[64];
+    snprintf(line, 64, "%s_logits", name), print_values(line, g->logits, g->columns);
+}
+
+/* Drafts by a decoder, by an EAGLE-3 head and by Medusa heads: trees that grow, and static ones, of likely tokens and of drawn ones */
+static void growths(void) {
+    enum { ALL = 2, SIZE_OF_HEAD = 32, INNER = 192, QKV = 3 * ALL * SIZE_OF_HEAD, VOCABULARY = 250, WIDTH = 64, K = 4, LEVELS = 3, START = 5, MOST_READ = 8,
+           NODES = 9, CANDIDATES = K + K * K * (LEVELS - 1) };
+    Layer l = {.hidden = H, .inner = INNER, .heads = ALL, .key_heads = ALL, .size = SIZE_OF_HEAD, .eps = 1e-5, .scaling = 0.2, .before = norm(H),
+               .after = norm(H), .qkv = matrix(QKV, H), .output = matrix(H, ALL * SIZE_OF_HEAD), .gate_up = matrix(2 * INNER, H), .down = matrix(H, INNER)};
+    const Layer *layers[] = {&l};
+    const Matrix head = matrix(256, H);
+    const int of_keys = ALL * WIDTH * SIZE_OF_HEAD;
+    value *keys[] = {values(of_keys, -1.0f, 1.0f)}, *v[] = {values(of_keys, -1.0f, 1.0f)};
+    Growth g = {.layers = layers, .embedded = {.tokens = values(256 * H, -1.0f, 1.0f), .hidden = H, .padding = -1, .scale = 1.0}, .norm = norm(H),
+                .cos = values(WIDTH * SIZE_OF_HEAD, -1.0f, 1.0f), .sin = values(WIDTH * SIZE_OF_HEAD, -1.0f, 1.0f), .head = &head, .keys = keys, .values = v,
+                .count = 1, .vocab = VOCABULARY, .columns = 256, .start = START, .missed = 2, .most = WIDTH, .depth = LEVELS, .k = K, .total = NODES,
+                .eps = 1e-5, .delta = -1.0, .least = -100.0, .x = room(MOST_READ * H * sizeof(value)), .out = room(MOST_READ * H * sizeof(value)),
+                .logits = room(MOST_READ * 256 * sizeof(value)), .angles = room(2 * MOST_READ * SIZE_OF_HEAD * sizeof(value)), .mask = room(16 * WIDTH),
+                .stride = WIDTH, .slots = room(MOST_READ * 4), .begins = room(8), .candidates = room(4 * CANDIDATES * 4), .scores = room(CANDIDATES * 4),
+                .order = room(CANDIDATES * 4), .logit_cap = 5.0};
+    Pass p = pass_of(MOST_READ, 2 * INNER, SIZE_OF_HEAD, WIDTH);
+    p.head_stride = WIDTH * SIZE_OF_HEAD, p.row_stride = of_keys;
+    const int64_t text[] = {17, 101};
+    const int32_t parents[] = {0, 0, 1, 1, 2, 3, 3, 5, 6}, ranks[] = {0, 1, 0, 2, 0, 0, 1, 0, 0};
+    const uint64_t words[] = {0x123456789abcdefull, 0xfedcba987654321ull, 0x13579bdf02468aceull, 99};
+    float q[4 * 256];
+    const Draws d = {.words = words, .hashes = bytes(256 * 4, 255), .q = q, .apart = 256, .columns = 256, .top_k = 40, .temperature = 0.7, .top_p = 0.9};
+    int64_t tokens[NODES], above[NODES], own[NODES], fed;
+    double expected;
+    int count = grow(&g, &p, text, tokens, above, own, &fed, &expected, 0);
+    print_tree("grown", &g, tokens, count, fed), print("grown_parents", (uint32_t *)above, 2 * count, 0);
+    count = grow(&g, &p, text, tokens, above, own, &fed, &expected, &d), print_tree("grown_drawn", &g, tokens, count, fed);
+    print_tree("filled", &g, tokens, NODES, fill(&g, &p, text, parents, ranks, NODES, tokens, 0));
+    print_tree("filled_drawn", &g, tokens, NODES, fill(&g, &p, text, parents, ranks, NODES, tokens, &d));
+    const Eagle e = {.fuse = matrix(H, 192), .of_embedding = values(H, 0.5f, 1.5f), .of_state = values(H, 0.5f, 1.5f), .features = values(2 * 192, -1.0f, 1.0f),
+                     .inputs = room(MOST_READ * 2 * H * sizeof(value)), .states = room(16 * H * sizeof(value)), .width = 192, .residual_normed = 1};
+    Layer wider = l;
+    wider.qkv = matrix(QKV, 2 * H), layers[0] = &wider, g.eagle = &e;
+    count = grow(&g, &p, text, tokens, above, own, &fed, &expected, 0), print_tree("eagle", &g, tokens, count, fed);
+    Matrix of_heads[LEVELS], lm_heads[LEVELS];
+    for (int i = 0; i < LEVELS; i++) of_heads[i] = matrix(H, H), lm_heads[i] = matrix(256, H);
+    const int64_t committed[] = {17, 101, 5, 17, 101, 8, 17, 101}, contexts[] = {101}, following_101[] = {3, 9};
+    const int32_t places[] = {0, 2};
+    const float odds[] = {2.0f, -1.0f}, weights[] = {1.0f, 0.5f, 0.25f}, likely[PATH - 1] = {0.2f, 0.3f, 0.4f};
+    const Lists lists = {.contexts = contexts, .first = places, .tokens = following_101, .odds = odds, .count = 1};
+    Medusa m = {.state = values(H, -1.0f, 1.0f), .layers = of_heads, .lm_heads = lm_heads, .hidden = H, .count = 1, .vocabulary = 256, .lists = &lists,
+                .weights = weights, .reach = 1, .text = committed, .length = 8, .heed = 1, .shares = likely, .x = room(H * sizeof(value)),
+                .y = room(H * sizeof(value)), .own = room(256 * sizeof(value)), .read = room(16 * 8), .above = room(16 * 8)};
+    g.eagle = 0, g.medusa = &m, g.start = 0, g.missed = 1;
+    count = grow(&g, &p, committed + 7, tokens, above, own, &fed, &expected, 0), print_tree("medusa", &g, tokens, count, fed);
+}
+
 int main(void) {
-    vectors(), products(), attentions(), mixtures(), models();
+    vectors(), products(), attentions(), mixtures(), models(), latents(), growths();
     return 0;
 }
