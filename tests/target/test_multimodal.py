@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from helpers import PAD, padded, repetitive
+from kernel_cases import always as always  # a fixture
 from kernel_cases import needs_kernels
 from transformers import (
     AutoModelForImageTextToText,
@@ -98,6 +99,15 @@ def test_greedy_text_is_transformers_own(name, execution):
     width = max(map(len, ROWS))
     assert [line[width:].tolist() for line in found.sequences] == wanted
     assert found.stats.drafted > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("execution", ["auto", "native"])
+def test_layers_that_share_keys_keep_packed_products_and_say_why(execution, always):
+    found = Target(gemma4(), execution=execution, owned=True)
+    assert found.execution == "packed" and "forward" not in vars(found.model.get_decoder())
+    assert "some of its layers attend over the keys and values of earlier ones" in found.reasons["fused"]
+    assert "attend over" not in Target(gemma4(num_kv_shared_layers=0), execution=execution, owned=True).reasons["fused"]
 
 
 @needs_kernels

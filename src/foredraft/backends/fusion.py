@@ -42,6 +42,9 @@ class Fusion:
         if attention not in ("sdpa", "eager"):
             self.unfused = f"its attention is {attention!r}, and the kernels attend as 'sdpa' does"
             return
+        if any(getattr(each, "is_kv_shared_layer", False) for each in model.modules()):
+            self.unfused = "some of its layers attend over the keys and values of earlier ones, which the kernels do not"
+            return
         for base in model.modules():
             whole = SourcedModel.of(base, packing) or DescribedModel.of(base, packing)
             if isinstance(whole, str):
