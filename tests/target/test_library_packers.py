@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from stored import ABOUT, about_compressed, awq, compressed, gptq, numbers
 from transformers import AutoModelForCausalLM, Qwen3Config, TorchAoConfig
 
-from foredraft import ConfigurationError
+from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.loading import load_model
 from foredraft.quantization.checkpoints import BLOCK, Stored
 from foredraft.quantization.grouped import codes_from
@@ -166,3 +166,29 @@ def test_a_torchao_checkpoint_that_is_whole_is_loaded(torchao_folder, tmp_path):
     found = load_model(changed(torchao_folder, tmp_path, lambda *given: None))
     theirs = AutoModelForCausalLM.from_pretrained(torchao_folder)
     assert torch.equal(found.get_submodule(UP).weight.dequantize(), theirs.get_submodule(UP).weight.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["Int4Tensor", "Int4TilePackedTo4dTensor"])
+def test_int4_of_gpus_is_refused_by_name(kind, torchao_folder, tmp_path):
+    """The second is what pytorch/*-INT4 have on the hub; zero points of both are bfloat16 numbers that are added to the scaled integers."""
+    torchao = pytest.importorskip("torchao.quantization")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    scale = torch.ones(2, 96, dtype=torch.bfloat16)
+    parts = {
+        "Int4Tensor": (torch.zeros(96, 32, dtype=torch.int8), scale, scale),
+        "Int4TilePackedTo4dTensor": (torch.zeros(12, 8, 32, 4, dtype=torch.int32), torch.ones(32, 96, 2, dtype=torch.bfloat16)),
+    }[kind]
+    made = getattr(torchao, kind)(*parts, [1, 32], torch.Size([96, 64]))
+
+    def change(state, about, config):
+        for name in [name for name in state if name.startswith(UP)]:
+            del state[name]
+        tensors, known = support.flatten_tensor_state_dict({f"{UP}.weight": made})
+        state.update(tensors)
+        about[f"{UP}.weight"] = known[f"{UP}.weight"]
+
+    with pytest.raises(UnsupportedModelError, match=rf"torchao's {kind}, which no CPU multiplies. Foredraft reads .*Intx, AWQ"):
+        Speculator(changed(torchao_folder, tmp_path, change), "none")
+    folder = changed(torchao_folder, tmp_path, lambda *given: (change(*given), given[0].pop(f"{UP}._weight_qdata")))
+    with pytest.raises(ConfigurationError, match=f"{UP}.weight has .*, but no qdata"):
+        load_model(folder)
