@@ -76,6 +76,7 @@ ENGINE = ("tests/serving/test_engine.py",)
 METRICS = ("tests/serving/test_metrics.py",)
 FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
+THREADS = ("tests/serving/test_threads.py",)
 ROLL = ("tests/serving/test_roll.py",)
 LANDING = ("tests/serving/test_landing.py",)
 API = ("tests/serving/test_api.py",)
@@ -666,6 +667,9 @@ FAULTS = [
     Fault("protect.py", "                await drop_rest(receive)\n", "                pass\n", BAD_REQUESTS),
     Fault("requests.py", "request.top if isinstance(request, CompletionRequest) and request.echo else None", "None", PLANS),
     Fault("application.py", 'isolation = None if self.settings.share else state["key"]', "isolation = None", API),
+    Fault("protect.py", "            if not is_open(path_of(scope)):\n                self.check_ready()\n", "", SERVE),
+    Fault("connections.py", "if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:", "if True:", SERVE),
+    Fault("protect.py", 'state["key"] or str((scope.get("client") or ("",))[0])', 'state["key"] or ""', THREADS),
     # -- the audit of a server
     Fault(
         "groups.h",
