@@ -22,7 +22,7 @@ from foredraft.quantization.grouped import codes_from
 FILE = Path(__file__).parents[1] / "packed" / "layers.safetensors"  # made by python tests/packed
 SHAPE = 32, 96
 with safe_open(FILE, "pt") as opened:
-    LAYERS = {name: json.loads(about) for name, about in opened.metadata().items() if name != "libraries"}
+    LAYERS = {name: json.loads(about) for name, about in sorted(opened.metadata().items()) if name != "libraries"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
