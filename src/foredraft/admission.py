@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache_sizes import in_words
-from foredraft.models.pages import PAGE
+from foredraft.models.pages import PAGE, PagePool
 from foredraft.rows import SessionRow
 from foredraft.stats import CacheMemory
 from foredraft.target import Target
@@ -67,7 +67,8 @@ class Admission:
 
     def excess(self, rows: Sequence[SessionRow]) -> list[SessionRow]:
         """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
-        if len(rows) == 1 and len(self.target.pools) < 2:  # nobody to set aside, and no kinds of pages to divide memory between
+        pools = self.target.pools
+        if len(rows) == 1 and (not pools or (len(pools) == 1 and type(pools[0]) is PagePool)):  # nobody to set aside, nothing to divide
             return []
         youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
         gone: list[int] = []

@@ -273,6 +273,15 @@ def test_each_of_several_drafters_can_be_rolled_alone(monkeypatch):
     several.close()
 
 
+def test_two_drafters_of_one_name_are_both_offered():
+    models = [("draft-model", {"source": tiny()}), ("draft-model", {"source": tiny("gpt_neox")})]
+    several = Speculator(tiny(), "several", drafter_options={"source": models})
+    known = known_drafters(several)
+    assert [known["own:draft-model"], known["own:draft-model 2"]] == several.drafter.drafters
+    assert rolled_alone(several, RollRequest(prompt="x", drafter="own:draft-model 2"), IDS, 1)[1] == "draft-model"
+    several.close()
+
+
 def test_layers_are_not_offered_where_they_cannot_be_run_in_part(speculator, monkeypatch):
     monkeypatch.setattr(type(speculator.target), "chains_only", "a planted reason")
     assert not {"layer-skip", "draft-verify"} & set(known_drafters(speculator))

@@ -168,6 +168,26 @@ def test_a_torchao_checkpoint_that_is_whole_is_loaded(torchao_folder, tmp_path):
     assert torch.equal(found.get_submodule(UP).weight.dequantize(), theirs.get_submodule(UP).weight.dequantize())
 
 
+def test_a_torchao_checkpoint_with_one_scale_for_a_weight_is_loaded(torchao_folder, tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    layer = torch.nn.Linear(64, 96, bias=False)
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(granularity=torchao.PerTensor(), set_inductor_config=False))
+
+    def change(state, about, config):
+        for name in [name for name in state if name.startswith(UP)]:
+            del state[name]
+        tensors, known = support.flatten_tensor_state_dict({f"{UP}.weight": layer.weight})
+        state.update(tensors)
+        about[f"{UP}.weight"] = known[f"{UP}.weight"]
+
+    found = load_model(changed(torchao_folder, tmp_path, change))
+    assert torch.equal(found.get_submodule(UP).weight.dequantize(), layer.weight.dequantize())
+    (other := tmp_path / "other").mkdir()
+    with pytest.raises(ConfigurationError, match=r"contradicts itself: .*scale of shape \(2, 1\) where \(1, 1\) is needed"):
+        load_model(changed(tmp_path, other, lambda state, *rest: state.update({f"{UP}._weight_scale": torch.ones(2, 1)})))
+
+
 @pytest.mark.parametrize("kind", ["Int4Tensor", "Int4TilePackedTo4dTensor"])
 def test_int4_of_gpus_is_refused_by_name(kind, torchao_folder, tmp_path):
     """The second is what pytorch/*-INT4 have on the hub; zero points of both are bfloat16 numbers that are added to the scaled integers."""

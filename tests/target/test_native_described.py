@@ -158,6 +158,33 @@ def test_weights_of_eight_bits(name):
         assert_close(got, wanted, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_embeddings_that_are_quantised(name):
+    torchao = pytest.importorskip("torchao.quantization")
+
+    def quantised():
+        model = build(name, torch.float32)
+        config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=torchao.PerAxis(0))
+        torchao.quantize_(model, config, filter_fn=lambda module, _: isinstance(module, nn.Embedding))
+        return model
+
+    wanted = generate(Speculator(quantised(), "none", execution="eager"), [PROMPT], max_new_tokens=12)
+    speculator = Speculator(quantised(), DraftModel(quantised(), execution="native"), execution="native", shape="chain(3)")
+    assert generate(speculator, [PROMPT], max_new_tokens=12) == wanted
+    assert speculator.target.execution == speculator.drafter.model.execution == "native"
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
+def test_a_bias_of_the_logits(kind):
+    """However the model keeps it; a model of a family that has none, as a fork of it may."""
+    found, bias = target("qwen3", torch.float32), torch.randn(1, 100)
+    hidden = torch.randn(1, 3, found.model.config.hidden_size)
+    with torch.inference_mode():
+        plain = found.backend.direct.logits(hidden)
+        found.model.final_logits_bias = kind(bias)
+        assert torch.equal(found.backend.direct.logits(hidden), plain + bias)
+
+
 def test_a_part_that_is_missing(monkeypatch):
     monkeypatch.setitem(FAMILIES, "Gemma", replace(FAMILIES["Gemma"], down="mlp.down"))
     found = Target(build("gemma", torch.float32), execution="native", owned=True)

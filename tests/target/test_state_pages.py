@@ -214,6 +214,22 @@ def test_a_budget_holds_rows_that_share_and_not_as_many_that_do_not():
     session.close()
 
 
+def test_states_make_room_for_a_row_that_is_alone():
+    """A text that grows takes memory of the states of those that have ended."""
+    most = Target(model_of("qwen3_next")).whole(700)[0]
+    session = Speculator(model_of("qwen3_next"), "none", cache_memory=f"{most}B").session()
+    for each in range(6):
+        session.add(text(60, each), RowParameters(max_new_tokens=1))
+        while session.live:
+            session.step()
+    session.add(text(60, 7), RowParameters(max_new_tokens=560))
+    while session.live:
+        session.step()
+        assert session.memory.held + session.memory.cached <= most
+    assert session.memory.evicted
+    session.close()
+
+
 def test_a_draft_that_shares_pages_is_rewound():
     """A draft model takes back more tokens than a stored copy has read."""
     target, prompt = Target(model_of("zamba2")), text(PAGE + 10)

@@ -156,7 +156,11 @@ class DescribedModel(NativeModel):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         embedding = self._embedding
-        if type(embedding) is nn.Embedding and embedding.max_norm is None:  # what its class does, with fewer calls
+        plain = type(embedding) is nn.Embedding and type(embedding.weight) in (
+            Tensor,
+            nn.Parameter,
+        )  # no quantised one
+        if plain and embedding.max_norm is None:  # what its class does, with fewer calls
             found: Tensor = embedding.weight.index_select(0, ids)[None]
         else:
             found = embedding(ids[None])

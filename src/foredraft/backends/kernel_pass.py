@@ -106,10 +106,10 @@ class NativePass:
         for name, tensor, before in zip(native.POINTERS[2:], held, self._held, strict=True):  # mostly the same as in the last pass
             if tensor is not before:
                 setattr(about, name, tensor.data_ptr())
+        self._held = held
         about.cos = about.sin = None
         self.make_room_for_experts(about, layer.library, int(layer.about.hidden), places.count)
         native.make_room_for_segments(about, layer.about, window.rows * places.nodes, window.width)
-        self._held = held
         return about
 
     def make_room_for_experts(self, about: native.Pass, library: Any, hidden: int, tokens: int) -> None:
@@ -271,7 +271,7 @@ class Direct:
     @property
     def bias(self) -> Tensor | None:
         """``[1, V]`` what the model adds to the output of its LM head."""
-        return self.model._buffers.get("final_logits_bias")
+        return getattr(self.model, "final_logits_bias", None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         found, bias = self.head(hidden), self.bias

@@ -212,6 +212,8 @@ class NativeGrowth(Grower):
         """None if there is no such kernel for the model."""
         head = getattr(vars(direct.head).get("forward"), "product", None)
         layer = direct.decoder.kernels[0]
+        if not direct.decoder.embedded.tokens:  # embeddings that are quantised
+            return None
         if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
             return None
         if native.library(head.dtype) is not layer.library:

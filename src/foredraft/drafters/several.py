@@ -64,13 +64,17 @@ class Several(Drafter):
 
     @property
     def learnt(self) -> dict[str, Any] | None:
-        """Of each drafter that learns, by its name; a second one of that name has a 2 behind it."""
-        found: dict[str, Any] = {}
+        """Of each drafter that learns, by its name as in :attr:`named`."""
+        return {name: facts for name, drafter in self.named.items() if (facts := drafter.learnt) is not None} or None
+
+    @property
+    def named(self) -> dict[str, Drafter]:
+        """The drafters by their names; a second one of a name has a 2 behind it."""
+        found: dict[str, Drafter] = {}
         for drafter in self.drafters:
-            if (facts := drafter.learnt) is not None:
-                count = sum(name.partition(" ")[0] == drafter.name for name in found)
-                found[f"{drafter.name} {count + 1}" if count else drafter.name] = facts
-        return found or None
+            count = sum(name.partition(" ")[0] == drafter.name for name in found)
+            found[f"{drafter.name} {count + 1}" if count else drafter.name] = drafter
+        return found
 
     @property
     def keeps_texts(self) -> bool:

@@ -49,11 +49,11 @@ def check_files(source: str) -> None:
                 f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there) or 'nothing'}, but no "
                 f"{', '.join(missing)}; download it again, or load the checkpoint that it was made from"
             )
-        if about["_type"] in ("Int8Tensor", "IntxUnpackedToInt8Tensor") and len(there["qdata"]) == 2:
-            (outputs, inputs), (_, size) = there["qdata"], about["_data"]["block_size"]
+        if about.get("_type") in ("Int8Tensor", "IntxUnpackedToInt8Tensor") and len(there["qdata"]) == 2:
+            (outputs, inputs), (rows, size) = there["qdata"], about["_data"]["block_size"]
             if inputs % size:
                 raise contradiction(source, name, f"{inputs} inputs, which are no whole number of groups of {size}")
-            groups = [outputs, inputs // size]
+            groups = [outputs // rows, inputs // size]
             for part in there.keys() - {"qdata"}:
                 if part in ("scale", "zero_point") and there[part] != groups:
                     raise contradiction(source, name, f"{part} of shape {tuple(there[part])} where {tuple(groups)} is needed")

@@ -49,7 +49,7 @@ class RollRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=CHARACTERS)]
-    drafter: Annotated[str, Field(max_length=40)] = OWN
+    drafter: Annotated[str, Field(max_length=200)] = OWN
     rule: Annotated[str, Field(max_length=60)] = "rejection"
     shape: Annotated[str, Field(max_length=500)] = "chain(5)"
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
@@ -96,8 +96,8 @@ def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
     """The server's own if it drafts anything, each of them if it has several, and those that need nothing but the model. One that
     keeps texts is left out: it would keep rolls, which are not what the server is for."""
     own, target = speculator.drafter, speculator.target
-    members = own.drafters if isinstance(own, Several) else []
-    served = {OWN: own, **{f"{OWN}:{each.name}": each for each in members if each.info.features in ((), own.info.features)}}
+    members = own.named if isinstance(own, Several) else {}
+    served = {OWN: own, **{f"{OWN}:{name}": each for name, each in members.items() if each.info.features in ((), own.info.features)}}
     known = {name: each for name, each in served.items() if each.name not in ("none", COPIES)}
     known |= {name: drafters.create(name) for name in UNTRAINED}
     whole = target.sourced or target.chains_only  # whose layers cannot be run in part
