@@ -45,6 +45,7 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     native.RELU: functional.relu,
     native.SQUARED: lambda x: functional.relu(x).square(),
 }
+PLAIN = (Tensor, nn.Parameter)  # and not quantised
 NORMS = (0, native.ONCE, native.ONCE | native.PLUS_ONE, native.ONCE | native.CENTRED)
 
 
@@ -156,11 +157,9 @@ class DescribedModel(NativeModel):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         embedding = self._embedding
-        plain = type(embedding) is nn.Embedding and type(embedding.weight) in (
-            Tensor,
-            nn.Parameter,
-        )  # no quantised one
-        if plain and embedding.max_norm is None:  # what its class does, with fewer calls
+        if (
+            type(embedding) is nn.Embedding and type(embedding.weight) in PLAIN and embedding.max_norm is None
+        ):  # as its class, with fewer calls
             found: Tensor = embedding.weight.index_select(0, ids)[None]
         else:
             found = embedding(ids[None])
