@@ -157,9 +157,8 @@ class DescribedModel(NativeModel):
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         embedding = self._embedding
-        if (
-            type(embedding) is nn.Embedding and type(embedding.weight) in PLAIN and embedding.max_norm is None
-        ):  # as its class, with fewer calls
+        # What the class does, with fewer calls.
+        if type(embedding) is nn.Embedding and type(embedding.weight) in PLAIN and embedding.max_norm is None:
             found: Tensor = embedding.weight.index_select(0, ids)[None]
         else:
             found = embedding(ids[None])
