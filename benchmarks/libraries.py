@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import Table
 from foredraft import quantization
+from foredraft.backends.packing import onednn_lays_out
 from foredraft.backends.products import NATIVE, ONEDNN, Product
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
@@ -27,9 +28,9 @@ GROUP = 128  # weights of four bits that share a scale
 OFF = 0.03  # of the largest result, that one may be off
 NOTE = (
     "Products: medians, in turns. Each side has some 256 MB of copies of the matrix and multiplies with one after the other, so that "
-    "weights come from memory. oneDNN has its own layout of the weights. torch's int8 is `_weight_int8pack_mm`, its int4 "
-    "`_weight_int4pack_mm_for_cpu` in groups of 128, which has no fast path in float32. XNNPACK is not in torch's wheels, and "
-    "KleidiAI is for ARM alone."
+    "weights come from memory. oneDNN has its own layout of the weights; for bfloat16 it needs AVX-512. torch's int8 is "
+    "`_weight_int8pack_mm`, its int4 `_weight_int4pack_mm_for_cpu` in groups of 128, which has no fast path in float32. XNNPACK is not "
+    "in torch's wheels, and KleidiAI is for ARM alone."
 )
 Multiply = Callable[[Tensor], Tensor]
 
@@ -83,6 +84,11 @@ class Kind:
     bytes: float
     sides: dict[str, Callable[[Tensor, torch.dtype], Multiply]]
 
+    @property
+    def here(self) -> dict[str, Callable[[Tensor, torch.dtype], Multiply]]:
+        """The sides that this CPU can run."""
+        return {name: make for name, make in self.sides.items() if make is not in_onednn or onednn_lays_out(self.dtype)}
+
     def weights(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """A matrix, and the same as plain numbers."""
         plain = (torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(outputs + inputs)) / math.sqrt(inputs)).to(self.dtype)
@@ -113,7 +119,7 @@ def timings(sizes: list[tuple[int, int]], tokens: list[int], repeats: int) -> It
             expected = x.float() @ plain.T
             copies = max(1, round(COPIES / (outputs * inputs * kind.bytes)))
             sides: dict[str, list[Multiply]] = {}
-            for side, make in kind.sides.items():
+            for side, make in kind.here.items():
                 sides[side] = [make(weight.clone(), kind.dtype) for _ in range(copies)]
                 off = float((sides[side][0](x).float() - expected).abs().max() / expected.abs().max())
                 if not off <= OFF:
@@ -142,7 +148,7 @@ def tables(found: list[Timing]) -> list[Table]:
         tokens = list(dict.fromkeys(each.tokens for each in some))
         lines = []
         for outputs, inputs in dict.fromkeys((each.outputs, each.inputs) for each in some):
-            for side in KINDS[kind].sides:
+            for side in dict.fromkeys(each.side for each in some):
                 cells = []
                 for count in tokens:
                     key = (outputs, inputs, count)

@@ -19,6 +19,7 @@ from benchmarks.overhead_methods import Method, methods, of_transformers
 from benchmarks.passes import Pass, PassRecorder
 from benchmarks.report import Table
 from foredraft.backends import native
+from foredraft.backends.packing import onednn_lays_out
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
 from foredraft.tree import TokenTree
@@ -330,8 +331,9 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypa
     assert found["executions"] == {"float32/eager": "eager", "bfloat16/packed": "packed"} and len(found["reads"]) == 4
     assert "behind 20 tokens" in (tmp_path / "kernels.md").read_text()
     if native.refusal(torch.bfloat16) is None:
+        missing = set() if onednn_lays_out(torch.bfloat16) else {("bfloat16", "oneDNN, packed")}
         sides = {(each["kind"], each["side"]) for each in found["timings"]}
-        assert sides == {(name, side) for name, kind in libraries.KINDS.items() for side in kind.sides}
+        assert sides == {(name, side) for name, kind in libraries.KINDS.items() for side in kind.sides} - missing
         assert {each["tokens"] for each in found["timings"]} == {1, 9} and len(found["timings"]) == 4 * len(sides)
         assert "int4, bfloat16, by tokens" in (tmp_path / "kernels.md").read_text()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -258,16 +258,19 @@ def test_the_dashboard_and_the_docs_name_metrics_that_there_are():
 
 
 def test_counting_costs_little():
-    """What 16 rows cost per step, the fastest of many: some 40 µs on a quiet machine."""
+    """A step counts with a few calls of functions for each row, whatever was counted before: some 40 µs for 16 rows."""
 
-    async def main() -> float:
+    async def main() -> list[str]:
         async with running(table_speculator(), model="a model") as engine:
-            live, best = [Live(Waiting(job(), 0, 9), 0.0, first=0.0) for _ in range(16)], 1.0
-            for _ in range(200):
-                begin = time.perf_counter()
-                for slot, each in enumerate(live):
-                    engine.metrics.progress(each, Commit(slot, [1, 2], 1, None, drafter="a", drafted_by_depth=[1, 1, 1]), 1.0)
-                best = min(best, time.perf_counter() - begin)
-            return best
+            live, called = Live(Waiting(job(), 0, 9), 0.0, first=0.0), list[str]()
+            for _ in range(2):
+                called.clear()
+                commit = Commit(0, [1, 2], 1, None, drafter="a", drafted_by_depth=[1, 1, 1])
+                sys.setprofile(lambda frame, event, other: called.append(frame.f_code.co_name) if event == "call" else None)
+                try:
+                    engine.metrics.progress(live, commit, 1.0)
+                finally:
+                    sys.setprofile(None)
+            return called
 
-    assert run(main()) < 200e-6
+    assert 1 <= len(called := run(main())) <= 10, called
