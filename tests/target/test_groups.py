@@ -853,13 +853,17 @@ def test_a_gguf_file_whose_tensors_contradict_what_it_says_is_refused(tmp_path, 
         load_model(tmp_path / "model.gguf")
 
 
-def test_gguf_files_of_other_architectures_are_refused(tmp_path):
+@pytest.mark.parametrize("architecture", ["mamba", "gpt-oss"])
+def test_gguf_files_of_other_architectures_are_refused(architecture, tmp_path):
+    """Before transformers reads what they say of the model: of scaled RoPE in gpt-oss it takes the wrong part, and fails."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(32.0)
     writer.add_tensor("token_embd.weight", torch.ones(4, 4).numpy())
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
-    with pytest.raises(ConfigurationError, match=r"has a model of llama\.cpp's 'mamba'; of GGUF files llama, .* are read"):
+    with pytest.raises(ConfigurationError, match=rf"has a model of llama\.cpp's '{architecture}'; of GGUF files llama, .* are read"):
         load_model(tmp_path / "model.gguf")
 
 

@@ -72,8 +72,9 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
 
     path = Path(cached_file(source, name, local_files_only=local_files_only))
     reader = gguf.opened(path)
+    architecture = gguf.architecture_of(path, reader)  # before transformers reads it, which fails on some
     config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only)
-    state = gguf.read(path, reader, config)
+    state = gguf.read(path, reader, architecture, config)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
     if any(each.endswith("qdata") for each in state):
         there = {each: (tensor.dtype, list(tensor.shape)) for each, tensor in state.items()}

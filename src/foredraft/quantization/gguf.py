@@ -131,7 +131,22 @@ def opened(path: Path) -> Any:
     return reader
 
 
-def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
+def architecture_of(path: Path, reader: Any) -> str:
+    """llama.cpp's name of the kind of model in a file that is :func:`opened`.
+
+    Raises:
+        ConfigurationError: such models are not read.
+    """
+    field = reader.fields.get("general.architecture")
+    architecture = None if field is None else field.contents()
+    if architecture not in ARCHITECTURES:
+        raise ConfigurationError(
+            f"{str(path)!r} has a model of llama.cpp's {architecture!r}; of GGUF files {', '.join(ARCHITECTURES)} are read"
+        )
+    return str(architecture)
+
+
+def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, Tensor]:
     """The tensors of a file that is :func:`opened`, as :class:`~foredraft.quantization.checkpoints.Layer` and the model have them;
     ``config`` gets what transformers does not read.
 
@@ -139,12 +154,6 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
         ConfigurationError: the file has something that is not supported.
     """
     import gguf
-
-    architecture = reader.fields["general.architecture"].contents()
-    if architecture not in ARCHITECTURES:
-        raise ConfigurationError(
-            f"{str(path)!r} has a model of llama.cpp's {architecture!r}; of GGUF files {', '.join(ARCHITECTURES)} are read"
-        )
 
     def field(name: str) -> Any:
         found = reader.fields.get(f"{architecture}.{name}")
