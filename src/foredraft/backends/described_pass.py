@@ -45,7 +45,6 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     native.RELU: functional.relu,
     native.SQUARED: lambda x: functional.relu(x).square(),
 }
-PLAIN = (Tensor, nn.Parameter)  # and not quantised
 NORMS = (0, native.ONCE, native.ONCE | native.PLUS_ONE, native.ONCE | native.CENTRED)
 
 
@@ -158,8 +157,8 @@ class DescribedModel(NativeModel):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         embedding = self._embedding
         # What the class does, with fewer calls.
-        if type(embedding) is nn.Embedding and type(embedding.weight) in PLAIN and embedding.max_norm is None:
-            found: Tensor = embedding.weight.index_select(0, ids)[None]
+        if type(embedding) is nn.Embedding and embedding.max_norm is None:
+            found = functional.embedding(ids[None], embedding.weight)
         else:
             found = embedding(ids[None])
         return found if self._multiplier == 1.0 else found * self._multiplier
