@@ -177,6 +177,38 @@ def check(model, text, trace, values):
         assert p == pytest.approx(float(logits.softmax(-1)[token]), abs=1e-4)
 
 
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2,1)"])
+def test_of_several_each_has_its_own_q(shape):
+    """In one tree: of the row that copies there is none, of the others that of the draft model. Texts are those without traces."""
+    model, drafter = tiny(), make_drafter("several")
+    speculator = Speculator(model, drafter=drafter, shape=shape)
+
+    def commits(trace):
+        session = speculator.session()
+        for index, prompt in enumerate(PROMPTS):
+            session.add(prompt, RowParameters(24, do_sample=True, seed=(index, 4), trace=trace))
+        while session.live:
+            yield session.step()
+
+    ids, seen = [list(prompt) for prompt in PROMPTS], set()
+    for step in commits(True):
+        drafters = {commit.trace.drafters[-1] for commit in step}
+        seen.add(frozenset(drafters - {""}))
+        for commit in step:
+            trace = commit.trace
+            if trace.drafters[-1] == "draft-model":
+                check(drafter.draft_models[0].model, ids[commit.slot], replace(trace, bonus=None), trace.q)
+            else:
+                assert trace.q is None
+            ids[commit.slot] += commit.tokens
+    assert frozenset(("draft-model", "prompt-lookup")) in seen and frozenset(("draft-model",)) in seen
+    expected = [list(prompt) for prompt in PROMPTS]
+    for commit in (each for step in commits(False) for each in step):
+        expected[commit.slot] += commit.tokens
+    assert ids == expected
+    speculator.close()
+
+
 def test_a_text_that_ends_on_its_path_has_no_bonus():
     whole = plainly()[0]
     speculator = Speculator(tiny(), drafter=make_drafter("draft-model"), shape="chain(4)", rule="match")

@@ -58,8 +58,9 @@ def values_of(tree: TokenTree, row: int, p: Tensor, last: int, bonus: int) -> No
     and it chose ``bonus`` at the node ``last``. Waits for a device."""
     tokens, above = tree.tokens[row], tree.parents[row].clamp(min=0)  # [N]
     q = None
-    if tree.q is not None:  # of nodes with children alone
-        q = tree.q[row].float()[above.clamp(max=tree.q.shape[1] - 1), tokens].tolist()
+    if tree.q is not None:  # of nodes with children alone; NaN where another drafter than those with a q drafted for the row
+        drawn = tree.q[row].float()[above.clamp(max=tree.q.shape[1] - 1), tokens]
+        q = None if bool(drawn.isnan().all()) else drawn.tolist()
     real = [True] * tree.nodes if tree.valid is None else tree.valid[row].tolist()
     return NodeValues(tokens.tolist(), tree.parents[row].tolist(), real, p[above, tokens].tolist(), q, float(p[last, bonus]))
 

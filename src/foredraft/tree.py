@@ -93,13 +93,14 @@ class TokenTree:
         *,
         device: torch.device = CPU,
         proposal: Proposal = "deterministic",
+        q: Tensor | None = None,
         pruned: bool = False,
         extra: int = 0,
     ) -> TokenTree:
         """A tree per row, N nodes each, whose parents are known to come before their children, below the one root."""
         real = None if all(map(all, valid)) else torch.tensor(valid, device=device)
         given, above = torch.tensor(tokens, device=device), torch.tensor(parents, device=device)
-        tree = TokenTree(given, above, real, proposal, pruned=pruned, extra=extra)
+        tree = TokenTree(given, above, real, proposal, q, pruned=pruned, extra=extra)
         if device.type == "cpu":
             tree.__dict__["parent_lists"] = parents
         return tree

@@ -355,6 +355,7 @@ FAULTS = [
     Fault("round.py", "limits = [0 if index in guessed else limit for", "limits = [limit for", GUESSES),
     Fault("round.py", "if all(row.parameters.max_draft == 0 or index in", "if all(index in", ROWS + GUESSES),
     Fault("rows.py", "self.remaining - 1 if most is None else min(most, self.remaining - 1)", "self.remaining - 1", ROWS),
+    Fault("merging.py", "q[kept, : own.shape[1]] = own[kept]", "q[kept, : own.shape[1]] = own[: len(kept)]", ROWS),
     Fault("traces.py", "above.clamp(max=tree.q.shape[1] - 1), tokens]", "0 * above, tokens]", ROWS),
     Fault("traces.py", "p[above, tokens].tolist()", "p[tree.parents[row] * 0, tokens].tolist()", ROWS),
     Fault("traces.py", "whole = kept == len(path)", "whole = True", ROWS),

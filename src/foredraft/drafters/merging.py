@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 
 import torch
 from torch import Tensor
@@ -58,10 +59,22 @@ def merged(parts: Sequence[Part], device: torch.device) -> TokenTree:
             parents[row] += [_behind(parent, count, behind) for parent in above[row][count:]]
             valid[row] += [False] * tree.extra
         behind += tree.extra
+    q = _merged_q(parts, rows, width)
     if chains and behind == width:
         real_nodes = None if all(map(all, valid)) else torch.tensor(valid, device=device)
-        return TokenTree.from_chain(torch.tensor(tokens, device=device), valid=real_nodes, proposal="mixed")
-    return TokenTree.from_lists(tokens, parents, valid, device=device, proposal="mixed", extra=behind - width)
+        return TokenTree.from_chain(torch.tensor(tokens, device=device), valid=real_nodes, proposal="mixed", q=q)
+    return TokenTree.from_lists(tokens, parents, valid, device=device, proposal="mixed", q=q, extra=behind - width)
+
+
+def _merged_q(parts: Sequence[Part], rows: int, width: int) -> Tensor | None:
+    """``[R, N, V]`` the ``q`` of the parts' trees, NaN where a row's tree has none; None if no tree has one."""
+    known = [(part.rows, part.tree.q[:, :width]) for part in parts if part.rows and part.tree.q is not None]
+    if not known:
+        return None
+    q = known[0][1].new_full((rows, width, known[0][1].shape[2]), nan)
+    for kept, own in known:
+        q[kept, : own.shape[1]] = own[kept]
+    return q
 
 
 def _behind(parent: int, first: int, behind: int) -> int:
