@@ -36,7 +36,8 @@ class TokenTree:
         valid: ``[B, N]`` bool; False marks filler nodes, which are scored but cannot be accepted. None: there are none.
         proposal: how siblings were chosen, which determines the rules that are exact.
         q: ``[B, M, V]`` float32, the draft's distribution at the first M nodes: children of node ``n`` were drawn from
-            ``q[:, n]``. Rules that need q require it; else None.
+            ``q[:, n]``. Rules that need q require it; else None. A ``mixed`` tree has it for traces: NaN in rows that were not drawn
+            with the target's noise.
         pruned: nodes were dropped by their probability, so only ``match`` is exact.
         chain: every row is a path in node order. Set by :meth:`from_chain`, it lets the target skip the tree mask.
         static_parents: the parents of a static :class:`~foredraft.shapes.TreeShape`, root included, where all rows share them; None if

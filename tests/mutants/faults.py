@@ -247,7 +247,10 @@ FAULTS = [
     Fault("online.py", "list(self.model.parameters()), 1 - stays)", "list(self.model.parameters()), 1.0)", LEARNER),
     # -- rolls of the page
     Fault("landing.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
-    Fault("landing.py", 'tree.proposal == "keyed" and tree.chain', 'tree.proposal == "none" and tree.chain', ROLL),
+    Fault("landing.py", "times * q_x[:, None] / p_x[:, None]", "times / p_x[:, None]", LANDING),
+    Fault("landing.py", "before = pad(q_x.cumsum(1)[:, :-1], (1, 0))", "before = torch.zeros_like(q_x)", LANDING),
+    Fault("landing.py", "    behind = torch.exp(-torch.maximum(*slower))\n", "    behind = torch.ones_like(last)\n", LANDING),
+    Fault("landing.py", "return torch.where(q_x.isnan(), p_x, shared)", "return torch.where(q_x.isnan(), 0, shared)", LANDING),
     Fault("landing.py", "1 - fails.flip(1).cumprod(1).flip(1)", "(1 - fails).cumprod(1)", ROLL),
     Fault("landing.py", "        left.reject(mine, x, certain)\n", "", LANDING),
     Fault("landing.py", "p.gather(1, tokens) / rho", "p.gather(1, tokens)", LANDING),

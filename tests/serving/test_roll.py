@@ -17,13 +17,15 @@ from served import served
 import foredraft
 from foredraft import ConfigurationError, Speculator
 from foredraft.choices import choose_rule
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.several import Several
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
 from foredraft.serving.roll import UNTRAINED, RollRequest, fitting, known_drafters
 from foredraft.serving.roll import rolled as rolled_alone
-from foredraft.serving.rolling import Roll, Rounds, play
+from foredraft.serving.rolling import Roll, Rounds, Tally, play
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 
@@ -93,19 +95,34 @@ def test_the_coins_of_rejection_decide(speculator, seed):
         assert (coin.coin < coin.probability) == (coin.node in roll.path)
 
 
-TREES = [(rule, "product(2,2)") for rule in ("multi-candidate", "k-seq", "traversal")]
+TREES = [(rule, "product(2,2)") for rule in ("match", "multi-candidate", "k-seq", "traversal")]
 
 
 @pytest.mark.parametrize(("rule", "shape"), [*((rule, "chain(3)") for rule in CHAINS), *TREES])
 def test_as_many_land_as_are_expected(speculator, rule, shape):
     """400 rolls: the mean lies within four standard errors of the sum of the chances that the drafts had."""
-    tally = rolled(speculator, rule, shape, rolls=400, seed=3).tally
+    tally_fits(rolled(speculator, rule, shape, rolls=400, seed=3).tally)
+
+
+def tally_fits(tally: Tally) -> None:
     assert sum(tally.landed) == 400 and sum(tally.expected) == pytest.approx(400, rel=1e-4)
     mean = sum(kept * count for kept, count in enumerate(tally.landed)) / 400
     wanted = sum(kept * count for kept, count in enumerate(tally.expected)) / 400
     spread = (sum(kept**2 * count for kept, count in enumerate(tally.expected)) / 400 - wanted**2) ** 0.5
     assert 0.2 < wanted < 2.8  # there is something to get wrong
     assert abs(mean - wanted) <= 4 * spread / 20 + 1e-6
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_as_many_land_as_are_expected_of_several(speculator, shape):
+    """One that copies, and finds nothing in this text, and one that draws with the target's noise."""
+    several = foredraft.Speculator(
+        speculator.target.model, Several(["prompt-lookup", DraftModel(speculator.drafter.draft_models[0].model)])
+    )
+    made = rolled(several, "match", shape, rolls=400, seed=3)
+    assert made.proposal == "mixed" and None not in made.roll.q[1:]
+    tally_fits(made.tally)
+    several.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

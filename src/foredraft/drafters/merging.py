@@ -67,8 +67,9 @@ def merged(parts: Sequence[Part], device: torch.device) -> TokenTree:
 
 
 def _merged_q(parts: Sequence[Part], rows: int, width: int) -> Tensor | None:
-    """``[R, N, V]`` the ``q`` of the parts' trees, NaN where a row's tree has none; None if no tree has one."""
-    known = [(part.rows, part.tree.q[:, :width]) for part in parts if part.rows and part.tree.q is not None]
+    """``[R, N, V]`` the ``q`` of those who drew with the target's noise, NaN in the rows of others; None if there are only others."""
+    shared = [part for part in parts if part.rows and part.tree.proposal in ("keyed", "mixed")]
+    known = [(part.rows, part.tree.q[:, :width]) for part in shared if part.tree.q is not None]
     if not known:
         return None
     q = known[0][1].new_full((rows, width, known[0][1].shape[2]), nan)

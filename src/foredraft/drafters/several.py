@@ -21,7 +21,7 @@ from foredraft.models.encoder_decoder import Source
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target
 from foredraft.target.prefixes import Companion
-from foredraft.tree import DRAWN, Proposal, TokenTree
+from foredraft.tree import Proposal, TokenTree
 
 SUITS_MATCH: tuple[Proposal, ...] = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
@@ -166,7 +166,7 @@ class Several(Drafter):
         shape = self._own(drafter, request.shape)
         offered = drafter.proposals_for(shape)
         proposal = "deterministic" if request.sampler.greedy else next(each for each in SUITS_MATCH if each in offered)
-        return drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=request.needs_q and proposal in DRAWN))
+        return drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=request.needs_q and proposal in ("keyed", "mixed")))
 
     def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
         """What one of the drafters is asked for: no more levels than it can draft, and a chain of one that is to draft chains."""

@@ -6,6 +6,9 @@ if its parent is. The product along its path is that of being kept, and the sum 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
@@ -52,7 +55,7 @@ class Refusing(RecordedNoise):
 
 def landing(rule: Rule, tree: TokenTree, p: Tensor, verdict: Verdict, *, noise: RecordedNoise, depth: int) -> Tensor | None:
     """``[R, depth + 1]`` the probability that ``rule`` keeps 0, 1, … tokens of ``tree`` by ``p`` ``[R, N, V]``; ``noise`` is what it drew.
-    None where there is no short formula: of trees whose tokens share the target's noise, or of ``mixed`` ones, which may."""
+    None where nobody can say: under ``match``, of trees whose siblings may be equal, and of drafts by the target's noise without a q."""
     if isinstance(rule, Typical):  # nothing is drawn: what came is what had to come
         return one_hot(verdict.accepted, depth + 1).to(p.dtype)
     if tree.nodes == 1:
@@ -75,13 +78,16 @@ def kept(rule: Rule, tree: TokenTree, p: Tensor, noise: RecordedNoise) -> Tensor
     """``[R, N]`` the probability that each node is kept if its parent is, of rules under which siblings exclude each other."""
     if isinstance(rule, Rejection):
         return pad(noise.coins[0][1], (1, 0))
-    if isinstance(rule, MultiCandidate | KSeq):
-        return siblings(rule, tree, p)
-    if isinstance(rule, Match) and tree.proposal == "keyed" and tree.chain and tree.q is not None:
-        return pad(match_chances(tree, p, tree.q), (1, 0))
-    if isinstance(rule, Match) and (tree.proposal in ("deterministic", "without-replacement") or (tree.chain and tree.proposal == "iid")):
-        return p.flatten(1).gather(1, tree.parents.clamp(min=0) * p.shape[2] + tree.tokens)
-    return None
+    if isinstance(rule, MultiCandidate):
+        return siblings(tree, p, by_residuals)
+    if isinstance(rule, KSeq):
+        return siblings(tree, p, by_threshold)
+    assert isinstance(rule, Match)
+    if tree.proposal in ("keyed", "mixed") and tree.q is not None:
+        return siblings(tree, p, by_race)
+    if tree.proposal == "keyed" or (tree.proposal == "iid" and not tree.chain):
+        return None
+    return p.flatten(1).gather(1, tree.parents.clamp(min=0) * p.shape[2] + tree.tokens)
 
 
 def real(tree: TokenTree, chances: Tensor) -> Tensor:
@@ -113,46 +119,78 @@ def survivors(rule: Rule, tree: TokenTree, p: Tensor, noise: Refusing, depth: in
     return ends
 
 
-def siblings(rule: MultiCandidate | KSeq, tree: TokenTree, p: Tensor) -> Tensor:
-    """``[R, N]`` the probability that each node is the first of its siblings to pass."""
+BINS = 1024  # for ratios from e^-16 to e^16
+Among = Callable[[TokenTree, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def siblings(tree: TokenTree, p: Tensor, among: Among) -> Tensor:
+    """``[R, N]`` the probability that each node is the one that is kept of its siblings, which ``among`` gives for those of one parent, by
+    p and q ``[R, V]`` there: of ``tokens`` ``[R, K]``, as far as they are ``tried`` ``[R, K]``."""
     assert tree.q is not None
     chances, children = torch.zeros_like(p[..., 0]), trials(tree).children.expand(tree.rows, -1, -1)
     for node in range(tree.nodes):
         at = children[:, node]  # [R, K]
         tried = at >= 0 if tree.valid is None else (at >= 0) & tree.valid.gather(1, at.clamp(min=0))
-        if not tried.any():
-            continue
-        tokens = tree.tokens.gather(1, at.clamp(min=0))
-        pass_by = against_residuals if isinstance(rule, MultiCandidate) else against_threshold
-        passes = pass_by(tree, p[:, node], tree.q[:, node], tokens, tried)
-        passes = torch.where(tried, passes.clamp(max=1), 0)
-        before = pad((1 - passes).cumprod(1)[:, :-1], (1, 0), value=1.0)  # all before it failed
-        chances.scatter_add_(1, at.clamp(min=0), before * passes)
+        if tried.any():
+            tokens = tree.tokens.gather(1, at.clamp(min=0))
+            found = among(tree, p[:, node], tree.q[:, node], tokens, tried)
+            chances.scatter_add_(1, at.clamp(min=0), torch.where(tried, found, 0).to(chances.dtype))
     return chances
 
 
-def against_residuals(tree: TokenTree, p: Tensor, q: Tensor, tokens: Tensor, tried: Tensor) -> Tensor:
-    """``[R, K]`` the probability that each of ``tokens`` ``[R, K]`` passes if those before it failed; p and q ``[R, V]`` above them."""
+def first_to_pass(passes: Tensor, tried: Tensor) -> Tensor:
+    """The probability that each passes and none before it did, where each ``passes`` with a probability ``[R, K]`` if it is its turn."""
+    passes = torch.where(tried, passes.clamp(max=1), 0)
+    return pad((1 - passes).cumprod(1)[:, :-1], (1, 0), value=1.0) * passes
+
+
+def by_residuals(tree: TokenTree, p: Tensor, q: Tensor, tokens: Tensor, tried: Tensor) -> Tensor:
+    """One after the other, each against what those before it left of p and q."""
     left, certain, passes = Remainder.of(p, q, tree.proposal), torch.ones_like(p[:, 0]), []
     for x, mine in zip(tokens[..., None].unbind(1), tried.unbind(1)):
         passes.append(left.ratio(x))
         left.reject(mine, x, certain)
-    return torch.stack(passes, 1)
+    return first_to_pass(torch.stack(passes, 1), tried)
 
 
-def against_threshold(tree: TokenTree, p: Tensor, q: Tensor, tokens: Tensor, tried: Tensor) -> Tensor:
-    """Likewise where all siblings have one threshold."""
+def by_threshold(tree: TokenTree, p: Tensor, q: Tensor, tokens: Tensor, tried: Tensor) -> Tensor:
+    """One after the other, all against one threshold."""
     rho = threshold(p, q, tried.sum(1))[:, None]
     q_x = q.gather(1, tokens)
-    return safe_ratio(torch.minimum(q_x, p.gather(1, tokens) / rho), q_x)
+    return first_to_pass(safe_ratio(torch.minimum(q_x, p.gather(1, tokens) / rho), q_x), tried)
 
 
-def match_chances(tree: TokenTree, p: Tensor, q: Tensor) -> Tensor:
-    """``[R, γ]`` the probability that the target chooses each token x of a chain that the draft chose by the same noise:
-    1 / (q(x) sum_v max(p_v / p_x, q_v / q_x)), which is P(both choose x) / q(x)."""
-    x = tree.tokens[:, 1:, None]
-    p, q = p[:, : x.shape[1]], q[:, : x.shape[1]]
-    p_x, q_x = p.gather(2, x), q.gather(2, x)
-    tiny = torch.finfo(p.dtype).tiny
-    both = torch.maximum(p / p_x.clamp(min=tiny), q / q_x.clamp(min=tiny)).sum(2)
-    return torch.where(p_x[..., 0] > 0, 1 / (both * q_x[..., 0].clamp(min=tiny)), 0)
+def by_race(tree: TokenTree, p: Tensor, q: Tensor, tokens: Tensor, tried: Tensor) -> Tensor:
+    """The target's race, argmin E / p, has the noise E of the draft's, in which ``tokens`` came first in this order. Rows without a q drew
+    without that noise, and keep each by its p."""
+    p_x, q_x = p.gather(1, tokens).double(), q.gather(1, tokens).double()
+    before = pad(q_x.cumsum(1)[:, :-1], (1, 0))
+    # When the draft's race is over: memoryless, each next one takes an exponential time by the rate of those still in it.
+    gaps = -torch.log1p(-points(tokens.shape[1], p.device))  # [S, K]
+    times = (gaps / (1 - before).clamp(min=1e-12)[:, None]).cumsum(2)  # [R, S, K] E / q
+    reached = torch.where(tried[:, None], times * q_x[:, None] / p_x[:, None], torch.inf)  # E / p
+    best = reached.clamp(max=1e30).min(2)
+    last = times.gather(2, tried.sum(1)[:, None, None].expand(-1, times.shape[1], 1).clamp(min=1) - 1)[..., 0]
+    # Of the others, E is above q times that: they all stay behind with probability exp(-sum of max(0, best * p - last * q)).
+    here = torch.zeros_like(p).scatter_add(1, tokens, tried.to(p.dtype)) > 0
+    p, q = (each.masked_fill(here, 0) for each in (p, q))
+    # Tokens whose p / q are alike are taken together: only where that is last / best do they differ.
+    rows = BINS * torch.arange(len(p), device=p.device)[:, None]
+    index = (rows + bins_of(p.log() - q.log())).flatten()
+    sums = [index.bincount(each.flatten().double(), minlength=BINS * len(p)).view(-1, BINS).flip(1).cumsum(1).flip(1) for each in (p, q)]
+    at = bins_of(last.log() - best.values.log())
+    slower = [best.values * pad(sums[0], (0, 1)).gather(1, each) - last * pad(sums[1], (0, 1)).gather(1, each) for each in (at, at + 1)]
+    behind = torch.exp(-torch.maximum(*slower))
+    shared = torch.zeros_like(times).scatter(2, best.indices[..., None], behind[..., None]).mean(1)
+    return torch.where(q_x.isnan(), p_x, shared)
+
+
+def bins_of(log_ratios: Tensor) -> Tensor:
+    return ((log_ratios.nan_to_num(nan=0) + 16) * (BINS / 32)).clamp(0, BINS - 1).long()
+
+
+@lru_cache(maxsize=64)
+def points(dimensions: int, device: torch.device) -> Tensor:
+    """``[S, K]`` float64 points that fill the unit cube evenly, to integrate over it."""
+    engine = torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=1)  # type: ignore[no-untyped-call]
+    return engine.draw(512, dtype=torch.float64).to(device)

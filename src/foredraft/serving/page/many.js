@@ -55,7 +55,7 @@ export function Many({ tally, running }) {
             <td class="draw"><${Versus} came=${count / most} wanted=${expected && expected[index] / most} /></td>
             <td class="figure">${count}</td>${expected && html`<td class="figure">${expected[index].toFixed(0)}</td>`}</tr>`)}</tbody></table>
         <p class="note">On average <b>${mean(landed).toFixed(2)}</b>${expected ? html`, expected <b>${mean(expected).toFixed(2)}</b>: ${FROM[rule.split("(")[0]] ?? FROM.chances}`
-          : html`. The guesses may share the model's random numbers. For such guesses there is no short formula, so nothing is put beside it.`}</p>
+          : html`. Two guesses after the same text may be the same token. For such guesses no expected number is computed.`}</p>
       </div>
       <div>
         <h3>The first token of each round</h3>
