@@ -311,6 +311,33 @@ def test_what_is_said_of_the_tokenizer_names_no_paths(url: str, monkeypatch: pyt
     assert found.json()["tokenizer_class"] and "somebody" not in found.text
 
 
+def test_requests_are_counted_by_path_and_status(url: str):
+    """And what the cache held of a prompt is told apart from what was read."""
+
+    def counts(*wanted: str) -> list[float]:
+        lines = dict(line.rsplit(" ", 1) for line in httpx.get(url + "/metrics").text.splitlines() if not line.startswith("#"))
+        return [float(lines.get(each, 0)) for each in wanted]
+
+    names = (
+        'http_requests_total{handler="/v1/completions",method="POST",status="2xx"}',
+        'http_requests_total{handler="/v1/completions",method="POST",status="4xx"}',
+        'http_requests_total{handler="/v1/models/{name:path}",method="GET",status="4xx"}',
+        'http_requests_total{handler="none",method="GET",status="4xx"}',
+        'http_request_duration_seconds_count{handler="/v1/completions",method="POST"}',
+        'vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"}',
+        'vllm:prompt_tokens_cached_total{engine="0",model_name="tiny"}',
+        'vllm:request_prefill_kv_computed_tokens_sum{engine="0",model_name="tiny"}',
+    )
+    before = counts(*names)
+    prompt = [each % 50 + 3 for each in range(150)]
+    for _ in range(2):
+        post(url, prompt=prompt, max_tokens=2)
+    httpx.post(url + "/v1/completions", json={"prompt": 7})
+    for path in ("/v1/models/nobody", "/somewhere", "/else", "/health"):
+        httpx.get(url + path)
+    assert [after - start for after, start in zip(counts(*names), before)] == [2, 1, 1, 2, 3, 149, 149, 150 + 1]
+
+
 def test_about_the_server(url: str):
     card = httpx.get(url + "/v1/models").json()["data"][0]
     assert card["id"] == "tiny" and card == httpx.get(url + "/v1/models/tiny").json()

@@ -606,7 +606,7 @@ def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
         engine.leave(own)
 
     async def main() -> None:
-        async with running(speculator, max_rows=5, max_queue=1000) as engine:
+        async with running(speculator, max_rows=5, max_queue=1000, queue_timeout=600) as engine:
             await asyncio.gather(*(client(engine, number, generator.random() < 0.2) for number in range(len(jobs))))
             await engine.drain(10)
             assert engine.running == engine.waiting == 0 and stayed > 120

@@ -28,7 +28,8 @@ from foredraft.serving.queue import Live, Waiting
 
 VLLM = [  # what vLLM's dashboards, vllm.benchmarks.serve and AIPerf read, https://docs.vllm.ai/en/latest/usage/metrics.html
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "prompt_tokens_total"),
-    *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_cached_total", "prompt_tokens_by_source_total"),
+    *("num_requests_waiting_by_reason", "engine_sleep_state"),
     *("generation_tokens_total", "request_success_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
     *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
 ]
@@ -36,7 +37,7 @@ HISTOGRAMS = [
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"),
-    *("request_params_max_tokens", "request_max_num_generation_tokens"),
+    *("request_params_max_tokens", "request_max_num_generation_tokens", "request_prefill_kv_computed_tokens"),
 ]
 
 
@@ -48,6 +49,8 @@ def samples(engine: Engine) -> dict[str, dict[tuple[tuple[str, str], ...], float
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
+            if family.name.startswith(("process_", "http_")):
+                continue
             assert (labels.pop("model_name"), labels.pop("engine")) == ("a model", "0"), sample
             found.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
     return found
@@ -81,6 +84,12 @@ def test_names_labels_and_sums():
         assert one("vllm:prompt_tokens_total") == 4 * (3 + 1) + 1 + 1
         assert one("vllm:prefix_cache_queries_total") == one("vllm:prompt_tokens_total")
         assert one("vllm:prefix_cache_hits_total") == stats.reused == 0  # probability tables keep nothing
+        sources = {"local_compute": one("vllm:prompt_tokens_total"), "local_cache_hit": 0, "external_kv_transfer": 0}
+        assert {source: one("vllm:prompt_tokens_by_source_total", source=source) for source in sources} == sources
+        assert one("vllm:request_prefill_kv_computed_tokens_sum") == one("vllm:prompt_tokens_total")
+        assert (
+            one("vllm:engine_sleep_state", sleep_state="awake") == 1 and one("vllm:num_requests_waiting_by_reason", reason="capacity") == 0
+        )
         assert one("vllm:generation_tokens_total") == stats.new_tokens >= 4 * (9 + 1) + 3
         assert {reason: one("vllm:request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")} == {
             "stop": 0, "length": 9, "abort": 1, "error": 0

@@ -282,7 +282,8 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
         bodies.append(RollRequest)
     found.add_exception_handler(HTTPException, answer_error)
     openapi.add_schemas(found, bodies)
-    found.add_middleware(Protection, settings=settings, check_ready=server.engine.check_ready)
+    told = server.engine.metrics.answered
+    found.add_middleware(Protection, settings=settings, check_ready=server.engine.check_ready, answered=told)
     if settings.cors_origins:
         origins, shown = list(settings.cors_origins), ["x-request-id", "retry-after"]
         found.add_middleware(

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+import prometheus_client
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from foredraft.rows import Commit
@@ -19,6 +20,7 @@ from foredraft.session import Session
 from foredraft.stats import by_drafter
 
 LABELS = ("model_name", "engine")
+HTTP = "HTTP requests, without those for the page's files, /health and /metrics"
 SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -32,6 +34,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_inference_time_seconds": ("From then to its last token", WHOLE),
     "request_prefill_time_seconds": ("From then to its first token", WHOLE),
     "request_decode_time_seconds": ("From its first token to its last", WHOLE),
+    "request_prefill_kv_computed_tokens": ("Tokens of a request's prompt that the cache did not hold", TOKENS),
     "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
     "request_generation_tokens": ("Tokens that a request got", TOKENS),
     "request_max_num_generation_tokens": ("Tokens that the longest row of a request got", TOKENS),
@@ -63,7 +66,7 @@ class Metrics:
     def __init__(self, model: str, session: Session, rows: Any):
         self.model, self.session, self.rows = model, session, rows
         self.drafts: Counter[str] = Counter()  # by drafter
-        self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
+        self.guesses_drafted = self.guessed = self.prompt_tokens = self.prompt_tokens_cached = self.refused = 0
         self.by_drafter = {"drafted": Counter[tuple[str, str]](), "accepted": Counter[tuple[str, str]]()}  # by name and depth
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         self.registry = CollectorRegistry()
@@ -71,11 +74,20 @@ class Metrics:
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry).labels(model, "0").observe
             for name, (text, buckets) in HISTOGRAMS.items()
         }
+        labels, registry = ("handler", "method"), self.registry
+        self.requests = prometheus_client.Counter("http_requests", HTTP, (*labels, "status"), registry=registry)
+        self.request_seconds = Histogram("http_request_duration_seconds", f"Seconds of {HTTP}", labels, buckets=WHOLE, registry=registry)
+        ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
     def render(self) -> tuple[bytes, str]:
         """The answer to ``GET /metrics``, and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request to ``handler``, the path with its parameters' names, is over."""
+        self.requests.labels(handler, method, f"{status // 100}xx").inc()
+        self.request_seconds.labels(handler, method).observe(seconds)
 
     # -- in the engine's thread -----------------------------------------------------------------------------------------
 
@@ -90,7 +102,10 @@ class Metrics:
         if live.first is None:
             live.first = now
             read = len(live.waiting.choice.ids)
+            reused = 0 if commit.stats is None else commit.stats.reused or 0
             self.prompt_tokens += read
+            self.prompt_tokens_cached += reused
+            self.seen["request_prefill_kv_computed_tokens"](read - reused)
             tokens += read
             self.seen["time_to_first_token_seconds"](now - live.waiting.job.arrived)
         else:
@@ -137,9 +152,17 @@ class Metrics:
         usage = 0.0 if memory is None or not memory.limit else memory.held / memory.limit
         yield self._gauge("vllm:num_requests_running", "Rows that are decoded", self.rows.running)
         yield self._gauge("vllm:num_requests_waiting", "Rows that wait for their turn", self.rows.waiting)
+        reasons = {"capacity": self.rows.waiting, "deferred": 0}
+        yield self._gauges("vllm:num_requests_waiting_by_reason", "Likewise; all wait for their turn", "reason", reasons)
+        states = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        yield self._gauges("vllm:engine_sleep_state", "This server never sleeps", "sleep_state", states)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that rows hold; 0 without a limit", usage)
         yield self._count("vllm:num_preemptions", "How often a row was set aside because pages ran out", self.session.admission.set_aside)
-        yield self._count("vllm:prompt_tokens", "Tokens of prompts", self.prompt_tokens)
+        prompts, cached = self.prompt_tokens, self.prompt_tokens_cached
+        sources = {"local_compute": prompts - cached, "local_cache_hit": cached, "external_kv_transfer": 0}
+        yield self._count("vllm:prompt_tokens", "Tokens of prompts", prompts)
+        yield self._count("vllm:prompt_tokens_cached", "Tokens of prompts that the cache held", cached)
+        yield self._counts("vllm:prompt_tokens_by_source", "Tokens of prompts by where their keys and values came from", "source", sources)
         yield self._count("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the cache", stats.prompt_tokens)
         yield self._count("vllm:prefix_cache_hits", "Tokens of prompts that the cache held", stats.reused)
         yield self._count("vllm:generation_tokens", "Tokens that requests got", stats.new_tokens)
@@ -191,6 +214,12 @@ class Metrics:
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, text, labels=LABELS)
         metric.add_metric([self.model, "0"], value)
+        return metric
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        for value, number in values.items():
+            metric.add_metric([self.model, "0", value], number)
         return metric
 
     def _count(self, name: str, text: str, value: float) -> Metric:

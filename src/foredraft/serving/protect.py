@@ -46,14 +46,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 class Protection:
     """Checks Host and key, gives every request an id, and logs how it ended. ``check_ready`` raises DrainingError while the server takes no
-    requests; then the page's files, ``/health`` and ``/metrics`` alone are answered.
+    requests; then the page's files, ``/health`` and ``/metrics`` alone are answered. ``answered`` is told of all other requests: the path
+    as the application knows it ("none" where it does not), the method, the status and the seconds.
 
     Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
     and ``status``, of the line in the log. Above it, ``crowded`` may say that there are too many connections.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, check_ready: Callable[[], None]):
-        self.app, self.check_ready = app, check_ready
+    def __init__(self, app: ASGIApp, settings: Settings, check_ready: Callable[[], None], answered: Callable[[str, str, int, float], None]):
+        self.app, self.check_ready, self.answered = app, check_ready, answered
         self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
         self.local, self.most = is_local(settings.host), settings.max_body
         self.held: Counter[str] = Counter()  # bytes of the bodies of all requests under way, by their owners
@@ -101,8 +102,10 @@ class Protection:
             if state["held"]:
                 self.held[state["owner"]] -= state["held"]
                 self.held += Counter()  # without those that hold nothing
+            status, seconds = state["status"] or LEFT, time.monotonic() - begin
+            if not is_open(path_of(scope)):
+                self.answered(getattr(scope.get("route"), "path", "none"), scope["method"], status, seconds)
             if path_of(scope) not in OPEN:
-                status, seconds = state["status"] or LEFT, time.monotonic() - begin
                 # percent-encoded again, so that no path can look like another line
                 log.info("%s %s %s %d %.3f s", state["id"], scope["method"], quote(scope["path"]), status, seconds)
 
