@@ -18,7 +18,9 @@ VENV ?= .venv
 COMPAT ?= .venv-compat
 CLIENTS ?= .venv-clients
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What is installed is compiled when it is imported: of most files nothing ever is, and compiling all takes as long as installing them.
+INSTALL := -m pip --disable-pip-version-check install -q --no-compile
+PIP := $(BIN)/python $(INSTALL)
 CONSTRAINTS := -c constraints.txt
 
 PEERS ?= $(or $(FOREDRAFT_PEERS),.peers)
@@ -32,19 +34,19 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml zoo/pyproject.toml constraints.txt
-	$(PIP) install -q $(CONSTRAINTS) -e . -e ./zoo
+	$(PIP) $(CONSTRAINTS) -e . -e ./zoo
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) install -q $(CONSTRAINTS) -e '.[test]'
+	$(PIP) $(CONSTRAINTS) -e '.[test]'
 	@touch $@
 
 $(VENV)/.installed-check: $(VENV)/.installed-test
-	$(PIP) install -q $(CONSTRAINTS) -e '.[test,check]'
+	$(PIP) $(CONSTRAINTS) -e '.[test,check]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
+	$(PIP) $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
 # Environments that lie over $(VENV): what is installed there is not installed again. The libraries of the extra compat bring some hundred
@@ -56,13 +58,13 @@ endef
 
 $(COMPAT)/.installed: $(VENV)/.installed-test
 	$(call over,$(COMPAT))
-	$(COMPAT)/bin/python -m pip --disable-pip-version-check install -q $(CONSTRAINTS) -e '.[test,compat]' -e ./zoo
+	$(COMPAT)/bin/python $(INSTALL) $(CONSTRAINTS) -e '.[test,compat]' -e ./zoo
 	@touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.installed-test
 	$(call over,$(CLIENTS))
 	sed '/^langchain/d' constraints.txt > $(CLIENTS)/constraints.txt
-	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -c $(CLIENTS)/constraints.txt -e '.[test,clients]' -e ./zoo
+	$(CLIENTS)/bin/python $(INSTALL) -c $(CLIENTS)/constraints.txt -e '.[test,clients]' -e ./zoo
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -120,7 +122,6 @@ gpu: $(VENV)/.installed-test
 peers: peer-openvino peer-vllm peer-llamacpp
 
 # transformers runs in the environment of Foredraft itself, in a process of its own.
-INSTALL := -m pip --disable-pip-version-check install -q
 TORCH := torch==2.13.0
 LLAMA := $(abspath $(PEERS))/llamacpp
 TREE := $(LLAMA)/src/vendor/llama.cpp
