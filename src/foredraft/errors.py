@@ -76,6 +76,10 @@ class DrafterError(ForedraftError, RuntimeError):
     """A drafter returned something that is no proposal, such as a token outside the target's vocabulary."""
 
 
+class GrammarError(ConfigurationError):
+    """A grammar needs too much work at a place that its text has come to. Its row alone ends."""
+
+
 class CacheMemoryError(ForedraftError, MemoryError):
     """The key-value cache does not fit into memory; the message says how much was asked for."""
 

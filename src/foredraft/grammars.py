@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from foredraft.errors import ConfigurationError, unknown
+from foredraft.errors import ConfigurationError, GrammarError, unknown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,7 @@ class Compiled(ABC):
 class LLGuidance(Compiled):
     """https://github.com/guidance-ai/llguidance. Grammars are Lark, or EBNF as llama.cpp has it."""
 
-    def __init__(self, tokenizer: Any, ends: tuple[int, ...], kind: Kind, source: str):
+    def __init__(self, tokenizer: Any, ends: tuple[int, ...], kind: Kind, source: str, *, most_items: int | None = None):
         import llguidance
 
         super().__init__(tokenizer, ends, kind, source)
@@ -117,14 +117,19 @@ class LLGuidance(Compiled):
             grammar = llguidance.LLMatcher.grammar_from_json_schema(source, defaults=ONE_LINE)
         else:
             grammar = llguidance.grammar_from("ebnf" if is_ebnf(kind, source) else "lark" if kind == "grammar" else kind, source)
-        self.first = llguidance.LLMatcher(_llguidance_tokenizer(tokenizer, self.width, ends), grammar, log_level=0)
-        self._check(self.first)
+        limits = llguidance.LLParserLimits(step_max_items=most_items)
+        self.first = llguidance.LLMatcher(_llguidance_tokenizer(tokenizer, self.width, ends), grammar, log_level=0, limits=limits)
+        if self.first.is_error():
+            raise ValueError(self._why(self.first))
 
     def start(self) -> Any:
         return self.first.deep_copy()
 
     def accept(self, matcher: Any, token: int) -> bool:
-        return bool(matcher.try_consume_tokens([token]))
+        accepted = bool(matcher.try_consume_tokens([token]))
+        if not accepted:
+            self._check(matcher)
+        return accepted
 
     def fill(self, matchers: Sequence[Any], masks: Masks) -> None:
         size = masks.shape[1] * masks.itemsize
@@ -140,11 +145,15 @@ class LLGuidance(Compiled):
         """In the tokens that the tokenizer would make of the forced text, where the masks allow shorter ones as well."""
         return list(matcher.compute_ff_tokens())
 
-    @staticmethod
-    def _check(matcher: Any) -> None:
+    def _check(self, matcher: Any) -> None:
         """Its matchers raise nothing: they enter a state of error."""
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise GrammarError(f"the grammar library gave up: {self._why(matcher)}; simplify the grammar")
+
+    @staticmethod
+    def _why(matcher: Any) -> str:
+        """Without the parser's state and the grammar, which follow."""
+        return str(matcher.get_error().partition("<state>")[0].strip())
 
 
 class XGrammar(Compiled):
@@ -228,6 +237,8 @@ class Grammar:
         grammar: Lark, or EBNF as llama.cpp has it. (outlines-core has neither.)
         backend: ``llguidance``, ``xgrammar`` or ``outlines``; ``auto`` is the first of them that is installed.
         eos: the tokens that may end the text, if they are not the tokenizer's.
+        most_items: how many items llguidance's parser may make for the tokens allowed at one place, 50,000 unless given. A text that needs
+            more ends with a GrammarError. 10,000 take about 30 ms.
 
     Raises:
         ConfigurationError: the library is not installed or cannot use the source; the message says why.
@@ -242,6 +253,7 @@ class Grammar:
         grammar: str | None = None,
         backend: str = "auto",
         eos: int | Iterable[int] | None = None,
+        most_items: int | None = None,
     ):
         kind, source = the_source(json_schema, regex, grammar)
         self.backend = choose_backend(backend)
@@ -249,7 +261,9 @@ class Grammar:
         ends = (eos,) if isinstance(eos, int) else tuple(sorted(set(eos or ())))
         if not ends:
             raise ConfigurationError("a grammar needs a token that ends the text: pass eos_token_id")
-        self.compiled = _compile(self.backend, tokenizer, len(tokenizer), ends, kind, source)
+        if most_items is not None and self.backend != "llguidance":
+            raise ConfigurationError(f"most_items is a limit of llguidance, and the backend is {self.backend}; leave it out")
+        self.compiled = _compile(self.backend, tokenizer, len(tokenizer), ends, kind, source, most_items)
 
     def __repr__(self) -> str:
         return f"Grammar(backend={self.backend!r})"
@@ -281,12 +295,12 @@ def the_source(json_schema: Any, regex: Any, grammar: Any) -> tuple[Kind, str]:
 
 
 @lru_cache(maxsize=16)
-def _compile(backend: str, tokenizer: Any, size: int, ends: tuple[int, ...], kind: Kind, source: str) -> Compiled:
+def _compile(backend: str, tokenizer: Any, size: int, ends: tuple[int, ...], kind: Kind, source: str, most_items: int | None) -> Compiled:
     """``size`` is there for the cache: tokens may be added to a tokenizer."""
     if not getattr(tokenizer, "is_fast", False):
         raise ConfigurationError(f"grammars need a fast tokenizer of transformers, got {type(tokenizer).__name__}")
     try:
-        return COMPILERS[backend](tokenizer, ends, kind, source)
+        return COMPILERS[backend](tokenizer, ends, kind, source, **({} if most_items is None else {"most_items": most_items}))
     except ConfigurationError:
         raise
     except Exception as error:  # the libraries raise anything

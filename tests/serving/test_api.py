@@ -38,9 +38,9 @@ def joined(chunks: Any, n: int = 1) -> list[str]:
 def test_users_of_different_keys_share_nothing_unless_they_may(share, monkeypatch):
     seen, plan = [], Requests.plan
 
-    async def noted(self, asked, isolation):
+    async def noted(self, asked, isolation, owner):
         seen.append(isolation)
-        return await plan(self, asked, isolation)
+        return await plan(self, asked, isolation, owner)
 
     monkeypatch.setattr(Requests, "plan", noted)
     with served(tiny_chat(), keys={"first": "one", "second": "two"}, share=share) as url:

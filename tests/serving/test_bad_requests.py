@@ -149,6 +149,11 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),  # which the template does not read
+    ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop.1"),
     ({"messages": [called("[" * 30_000)]}, "messages"),
     ({"messages": [called("[" * 30_000 + "]" * 30_000)]}, "messages"),
     ({"messages": [called('{"a": "\\ud800"}')]}, None),
@@ -223,7 +228,10 @@ def test_paths_methods_and_types(url: str):
     refusal(httpx.get(url + "/nowhere"), 404)
     refusal(httpx.get(url + "/v1/models/other"), 404)
     refusal(httpx.post(url + "/v1/completions", json=OK | {"model": "other"}), 404)
-    assert "not served" in refusal(httpx.post(url + "/v1/responses", json={}), 404)["message"]
+    for method, path in (("POST", ""), ("GET", ""), ("GET", "/resp_1"), ("POST", "/resp_1/cancel")):
+        assert "not served" in refusal(httpx.request(method, url + "/v1/responses" + path), 404)["message"]
+    for path in ("/v1/completions/", "/v1/models/", "/page", "/health/"):  # nothing is guessed, and nobody is sent elsewhere
+        refusal(httpx.get(url + path), 404)
     refusal(httpx.get(url + "/v1/completions"), 405)
     refusal(httpx.post(url + "/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415)
     refusal(httpx.get(url + "/page/..%2f..%2fschema.py"), 404)
@@ -348,7 +356,11 @@ def test_a_path_is_one_line_of_the_log(url: str, caplog: pytest.LogCaptureFixtur
 def test_other_origins_are_allowed_where_settings_say_so(url: str):
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in httpx.options(url + "/v1/completions", headers=asked).headers
-    with served(tiny_chat(), cors_origins=["https://a.example"], keys={"a": "secret"}) as open_url:
+    with served(tiny_chat(), cors_origins=["https://a.example"], keys={"a": "secret"}, max_queue=4) as open_url:
+        error = httpx.options(open_url + "/v1/completions", headers=asked | {"origin": "https://b.example"})
+        assert error.status_code == 400 and "--cors-origin" in error.json()["error"]["message"]
+        many = httpx.post(open_url + "/v1/completions", json=OK | {"n": 5}, headers={"authorization": "Bearer secret"})
+        assert refusal(many, 400)["param"] == "n" and "--max-queue" in many.text
         allowed = httpx.options(open_url + "/v1/completions", headers=asked)
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://a.example"
         assert httpx.get(open_url + "/v1/models", headers=asked).headers["access-control-allow-origin"] == "https://a.example"
@@ -504,6 +516,7 @@ HARD = {
     "a list of numbers": {"json": {"type": "array", "items": {"enum": list(range(8000))}}},
     "numbers": {"json": of_property({"type": "number", "minimum": -1.2345e10 - index, "maximum": 9.8765e12} for index in range(500))},
     "terminals": {"grammar": "start: A0\n" + "".join(f"A{index}: A{index + 1} A{index + 1}\n" for index in range(40)) + 'A40: "x"\n'},
+    "ambiguous": {"grammar": "start: e\ne: e e e | e e | /(.|\\n)/\n"},
     "a long expression": {"grammar": "start: /" + "(a|aa|ab|b)*" * 5000 + "/\n"},
 }
 
@@ -533,6 +546,15 @@ def test_hard_grammars_slow_nobody(url: str, name: str):
         assert httpx.post(url + "/v1/completions", json=OK, timeout=60).status_code == 200
         assert time.monotonic() - begin < 5
         assert hard.result(30).status_code in (200, 400, 503) and time.monotonic() - begin < 15
+
+
+def test_a_grammar_that_is_hard_to_follow_ends_its_own_text_alone(url: str, monkeypatch: pytest.MonkeyPatch):
+    """It compiles at once, and the tokens that it allows take longer to find at each place: a second, without a bound."""
+    monkeypatch.setattr(formats, "MOST_ITEMS", 1000)
+    asked = OK | {"max_tokens": 60, "structured_outputs": {"grammar": HARD["ambiguous"]["grammar"].replace("start", "start ")}}
+    error = refusal(httpx.post(url + "/v1/completions", json=asked, timeout=60), 400)
+    assert error["code"] == "grammar_too_large" and "Too many items" in error["message"] and "<state>" not in error["message"]
+    assert httpx.post(url + "/v1/completions", json=OK, timeout=60).status_code == 200
 
 
 def test_a_slow_grammar_is_the_fault_of_its_own_request(url: str, monkeypatch: pytest.MonkeyPatch):
@@ -588,21 +610,30 @@ def test_a_grammar_is_compiled_once_for_all_who_ask(monkeypatch: pytest.MonkeyPa
     assert made == ["right", "wrong", "wrong", *map(str, range(formats.KEPT))]
 
 
-def test_tokenizing_takes_no_thread_from_completions(url: str, monkeypatch: pytest.MonkeyPatch):
+def test_tokenizing_takes_no_thread_from_completions(monkeypatch: pytest.MonkeyPatch):
     let_go = threading.Event()
-    monkeypatch.setattr(application, "MOST_ASIDE", 3)
+    monkeypatch.setattr(application, "MOST_ASIDE", 1)
     monkeypatch.setattr(application.Requests, "tokenize", lambda self, asked: [let_go.wait(20)] * 0)
-    with ExitStack() as open_requests:
+
+    def full() -> bool:
+        try:
+            return httpx.post(url + "/detokenize", json={"tokens": [3]}, timeout=0.5).status_code == 503
+        except httpx.TimeoutException:  # it was the one that may wait
+            return False
+
+    with ExitStack() as stack:
+        url = stack.enter_context(served(tiny_chat()))
         body = b'{"prompt": "a"}'
-        for _ in range(3):
-            asking = open_requests.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+        for _ in range(2):
+            asking = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
             asking.sendall(HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         try:
-            wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 503)
+            wait_for(lambda: not full())  # both threads are taken, and one request waits
+            wait_for(full)
             assert httpx.post(url + "/v1/completions", json=OK, timeout=30).status_code == 200
         finally:
             let_go.set()
-    wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 200)
+        wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 200)
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(url: str):

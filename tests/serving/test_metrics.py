@@ -10,11 +10,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from engines import ask, job, parameters, run, running, table_speculator
 from helpers import perturbed, prompts, repetitive, tiny
 from learning_cases import never_started
 from prometheus_client.parser import text_string_to_metric_families
+from served import served, tiny_chat
 
 from foredraft import RowParameters, Speculator
 from foredraft.drafters.draft_model import DraftModel
@@ -121,6 +123,17 @@ def test_names_labels_and_sums():
         assert one("foredraft:seconds_total", drafter=drafter, phase="target") > 0
 
     run(main())
+
+
+def test_nobody_can_make_the_metrics_grow():
+    """Anybody may send any method to any path."""
+    with served(tiny_chat(), model="a model") as url:
+        sizes = []
+        for round in range(2):
+            for number in range(20):
+                httpx.request(f"M{round}{number}", f"{url}/nowhere{round}{number}")
+            sizes.append(httpx.get(url + "/metrics").text.count('handler="none"'))
+        assert sizes[0] == sizes[1] and 'method="other"' in httpx.get(url + "/metrics").text
 
 
 def test_vllms_load_tool_reads_its_counts_from_the_text():

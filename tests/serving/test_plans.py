@@ -116,14 +116,14 @@ def test_a_template_that_is_no_jinja_is_refused_at_the_start():
         Requests(tiny_chat(), Settings(model="tiny", chat_template="{% if %}"), guess=True)
     choosy = Chat(load_tokenizer(TINY), "{{ raise_exception('system messages only') }}")
     with pytest.raises(ApiError, match="system messages only"):
-        choosy.prompt([Message(role="user", content="hello")])
+        choosy.text([Message(role="user", content="hello")])
 
 
 def test_conversations_are_tokenized_with_special_tokens_where_that_is_asked_for():
     """Beside those of the template, as in vLLM."""
     tokenizer, requests = load_tokenizer(TINY), Requests(tiny_chat(), Settings(model="tiny"), guess=True)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 302)])
-    requests.chat = Chat(tokenizer, None)
+    requests.tokenizer = tokenizer
     asked = [TokenizeRequest.model_validate({"messages": MESSAGES, **more}) for more in ({}, {"add_special_tokens": True})]
     plain, special = map(requests.tokenize, asked)
     assert special == [302, *plain]
@@ -134,7 +134,7 @@ def test_of_several_chat_templates_the_tokenizer_takes_the_one_that_fits():
     tokenizer.chat_template = {"default": "{{ messages[0].content }}!", "tool_use": "{{ tools[0].function.name }}?"}
     chat, messages = Chat(tokenizer, None), [Message(role="user", content="hello")]
     tools = [Tool(type="function", function=Function(name="clock"))]
-    assert [tokenizer.decode(chat.prompt(messages, each)) for each in ([], tools)] == ["hello!", "clock?"]
+    assert [chat.text(messages, each) for each in ([], tools)] == ["hello!", "clock?"]
 
 
 def test_the_token_that_ends_a_text_counts_but_is_not_shown():

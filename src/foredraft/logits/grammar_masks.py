@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, GrammarError
 from foredraft.grammars import Compiled, Grammar
 
 from .histories import NodeHistories, put, take
@@ -132,8 +132,10 @@ def fill(missing: Sequence[tuple[Walk, list[Path]]]) -> None:
             masks = np.zeros((len(group), words), np.int32)
             try:
                 group[0][0].compiled.fill([walk.matcher for walk, _ in group], masks)
+            except GrammarError:
+                raise
             except Exception as error:
-                raise ConfigurationError(f"the grammar library gave up: {str(error).strip()}; simplify the grammar") from error
+                raise GrammarError(f"the grammar library gave up: {str(error).strip()}; simplify the grammar") from error
             for (walk, path), mask in zip(group, masks):
                 walk.masks[path] = mask
 

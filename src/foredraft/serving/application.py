@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
 from foredraft.serving.engine import Engine
-from foredraft.serving.failures import ApiError, Handler, busy, guarded, refused, told
+from foredraft.serving.failures import ApiError, Handler, guarded, refused, told
 from foredraft.serving.jobs import Failed, Job, Joined
 from foredraft.serving.protect import Protection, read_json
 from foredraft.serving.requests import Requests
@@ -29,12 +29,13 @@ from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeR
 from foredraft.serving.settings import Settings
 from foredraft.serving.sizes import cached, sizes_of
 from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left
+from foredraft.serving.workers import Workers
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
 
 VERSION = "1"  # of the API
-MOST_ASIDE = 64  # requests for tokens and texts of tokens that wait or are worked on
+MOST_ASIDE = 64  # requests for tokens and texts of tokens that wait
 PRIVATE = ("name_or_path", "is_local", "local_files_only")  # of the tokenizer: about this machine, as are paths of files
 Choices = list[dict[str, Any]]
 
@@ -51,11 +52,11 @@ class Server:
         self.tokenizer = speculator.tokenizer
         self.names = TokenNames(self.tokenizer)
         self.created = int(time.time())
-        self._threads, self._aside = ThreadPoolExecutor(2, "tokens"), 0
+        self._tokens = Workers(2, MOST_ASIDE, "tokens")
 
     def close(self) -> None:
         self.requests.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._tokens.close()
 
     # -- completions ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ class Server:
         state, arrived = request.scope["state"], time.monotonic()
         self.engine.check_room(state["owner"])
         isolation = None if self.settings.share else state["key"]
-        plan = await unless_left(request.receive, self.requests.plan(asked, isolation))
+        plan = await unless_left(request.receive, self.requests.plan(asked, isolation, state["owner"]))
         shape = self.speculator.shape
         facts = Facts(
             id=state["id"],
@@ -149,14 +150,14 @@ class Server:
         """The tokens of a text or a conversation."""
         asked = await read_json(request, TokenizeRequest)
         self.requests.check_model(asked.model)
-        return await self.aside(partial(self._tokenize, asked))
+        return await self.aside(request, partial(self._tokenize, asked))
 
     def _tokenize(self, asked: TokenizeRequest) -> Response:
         ids = self.requests.tokenize(asked)
         strings = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
         return JSONResponse({"count": len(ids), "max_model_len": self.requests.longest, "tokens": ids, "token_strs": strings})
 
-    async def aside(self, work: Callable[[], Response]) -> Response:
+    async def aside(self, request: Request, work: Callable[[], Response]) -> Response:
         """``work`` in threads that completions do not need.
 
         Raises:
@@ -164,13 +165,7 @@ class Server:
             DrainingError: the server is about to stop, or was not started.
         """
         self.engine.check_ready()
-        if self._aside >= MOST_ASIDE:
-            raise busy(f"{MOST_ASIDE} requests of this kind are waiting; try again later")
-        self._aside += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._aside -= 1
+        return await self._tokens.run(request.scope["state"]["owner"], work)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -178,7 +173,7 @@ class Server:
         self.requests.check_model(asked.model)
         if asked.tokens and max(asked.tokens) >= self.requests.vocabulary:
             raise refused(f"token {max(asked.tokens)} is outside the model's vocabulary of {self.requests.vocabulary}", "tokens")
-        return await self.aside(lambda: JSONResponse({"prompt": self.tokenizer.decode(asked.tokens)}))
+        return await self.aside(request, lambda: JSONResponse({"prompt": self.tokenizer.decode(asked.tokens)}))
 
     async def tokenizer_info(self, request: Request) -> dict[str, Any]:
         """What the tokenizer's own configuration says."""
@@ -197,7 +192,10 @@ class Server:
 
     async def model(self, request: Request) -> dict[str, Any]:
         """The model of that name."""
-        self.requests.check_model(request.path_params["name"])
+        name = request.path_params["name"]
+        if not name:
+            raise ApiError(404, "the name of the model is missing; /v1/models has a list", code="model_not_found")
+        self.requests.check_model(name)
         return self.card
 
     @property
@@ -220,9 +218,16 @@ class Server:
         body, kind = self.engine.metrics.render()
         return Response(body, headers={"content-type": kind})
 
-    async def no_responses(self, request: Request) -> Response:
-        """OpenAI's Responses API is not here."""
-        raise ApiError(404, "/v1/responses is not served here; use /v1/chat/completions or /v1/completions", code="not_served")
+
+class Cors(CORSMiddleware):
+    """Starlette's, with an error in the common form."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        answer = super().preflight_response(request_headers)
+        if answer.status_code == 200:
+            return answer
+        error = ApiError(400, f"{bytes(answer.body).decode()}; --cors-origin says which pages may use this server", code="cors")
+        return JSONResponse(error.body, 400, {name: value for name, value in answer.headers.items() if not name.startswith("content-")})
 
 
 def written(asked: Any, answer: Answer, choices: Choices | None) -> bytes:
@@ -243,6 +248,8 @@ async def exhaust(events: AsyncIterator[Any]) -> None:
 async def answer_error(request: Request, error: Exception) -> Response:
     """Of what no route is for; routes answer for their own errors."""
     assert isinstance(error, HTTPException)
+    if request.url.path.startswith("/v1/responses"):  # OpenAI's newer API
+        return ApiError(404, "/v1/responses is not served here; use /v1/chat/completions or /v1/completions", code="not_served").response()
     words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
     return ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers).response()
 
@@ -271,7 +278,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
             await asyncio.to_thread(server.engine.stop)
             server.close()
 
-    found = FastAPI(title="Foredraft", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    found = FastAPI(title="Foredraft", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     found.state.engine = server.engine
     for path, method, handler, body in routes(server):
         found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
@@ -286,9 +293,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
     found.add_middleware(Protection, settings=settings, check_ready=server.engine.check_ready, answered=told)
     if settings.cors_origins:
         origins, shown = list(settings.cors_origins), ["x-request-id", "retry-after"]
-        found.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown
-        )
+        found.add_middleware(Cors, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
     return found
 
 
@@ -302,7 +307,6 @@ def routes(server: Server) -> list[tuple[str, str, Handler, type[BaseModel] | No
         ("/tokenizer_info", "GET", server.tokenizer_info, None),
         ("/v1/models", "GET", server.models, None),
         ("/v1/models/{name:path}", "GET", server.model, None),
-        ("/v1/responses", "POST", server.no_responses, None),
         ("/health", "GET", server.health, None),
         ("/metrics", "GET", server.metrics, None),
     ]

@@ -1,9 +1,10 @@
-"""Conversations: messages as a chat template reads them, and the prompt that it makes of them."""
+"""Conversations: messages as a chat template reads them, and the text that it makes of them."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,24 +28,22 @@ class Chat:
             check_syntax(tokenizer, template)
         self.tokenizer = tokenizer
         self.template = template or getattr(tokenizer, "chat_template", None)
-        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
 
     @property
     def source(self) -> str:
         """The template's text; of several, all of them."""
         return "\n".join(self.template.values()) if isinstance(self.template, dict) else str(self.template or "")
 
-    def prompt(
+    def text(
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool] = (),
         *,
         begin_answer: bool = True,
-        special: bool = False,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of the conversation, up to where the answer begins; ``special``: with the tokenizer's special tokens beside those that
-        the template writes.
+    ) -> str:
+        """The conversation as the template writes it, its special tokens included, up to where the answer begins.
 
         Raises:
             ApiError: 400; there is no template, or it refuses the messages.
@@ -60,19 +59,24 @@ class Chat:
         options = dict(options or {})
         if odd := sorted(self._reserved & options.keys()):
             raise refused(f"chat_template_kwargs.{odd[0]} cannot be set by a request", "chat_template_kwargs", "unknown_field")
+        if odd := sorted(name for name in options if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self.source)):
+            raise refused(
+                f"chat_template_kwargs.{odd[0][:100]}: the model's chat template does not read it; leave it out",
+                "chat_template_kwargs",
+                "unknown_field",
+            )
         native = "developer" in self.source
         shown = [as_template_reads(message, developer=native) for message in messages]
         given = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self.template if isinstance(self.template, str) else None  # of several, the tokenizer takes the one that fits
         try:
-            text = str(
+            return str(
                 self.tokenizer.apply_chat_template(
                     shown, tools=given, chat_template=template, tokenize=False, add_generation_prompt=begin_answer, **options
                 )
             )
         except Exception as error:  # a template is a program of the model's author
             raise refused(f"the chat template refused the messages: {str(error)[:500]}", "messages", "chat_template") from error
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def check_syntax(tokenizer: Any, template: str) -> None:

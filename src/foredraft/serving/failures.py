@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from foredraft.errors import BusyError, CacheMemoryError, ConfigurationError
+from foredraft.errors import BusyError, CacheMemoryError, ConfigurationError, GrammarError
 from foredraft.serving.jobs import DrainingError, JobTimeoutError, QueueFullError
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -84,6 +84,8 @@ def told(error: Exception) -> ApiError:
         return busy(str(error))
     if isinstance(error, JobTimeoutError):
         return ApiError(504, str(error), code="timeout")
+    if isinstance(error, GrammarError):
+        return refused(str(error), code="grammar_too_large")
     if isinstance(error, (ConfigurationError, CacheMemoryError)):
         return refused(str(error))
     log.error("a request failed: %s", error, exc_info=error)

@@ -8,7 +8,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, GrammarError
 from foredraft.grammars import Grammar
 from foredraft.serving.failures import busy, refused
 from foredraft.serving.hard_schemas import check
@@ -20,6 +20,7 @@ LONGEST_REGEX = 1 << 12
 THREADS = 2  # so that one slow format leaves a thread to the others
 SECONDS = 10.0  # that a compilation may take once it has a thread, and may wait for one
 MOST_WAITING = 16  # compilations that wait for a thread
+MOST_ITEMS = 10_000  # that the parser may make for the tokens allowed at one place: some 30 ms, in which all texts wait
 KEPT = 16  # grammars that were asked for last
 WAITING = "the formats of other requests are being compiled; try again later"
 
@@ -112,6 +113,8 @@ class Formats:
             raise refused(
                 f"{param}: the {kind} takes longer than {SECONDS:g} seconds to compile; simplify it", param, "grammar_too_large"
             ) from None
+        except GrammarError as error:
+            raise refused(f"{param}: {error}", param, "grammar_too_large") from None
         except ConfigurationError as error:
             raise refused(f"{param}: {error}", param, "invalid_grammar") from None
 
@@ -124,11 +127,14 @@ class Formats:
         """Compiled, and asked for its first mask, which shows what it will cost."""
         (kind, value), *_ = source.items()
         check(kind, value)
-        grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, **{"regex" if kind == "choice" else kind: value})
+        given = {"regex" if kind == "choice" else kind: value}
+        grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, most_items=MOST_ITEMS, **given)
         import numpy as np
 
         try:
             grammar.compiled.fill([grammar.compiled.start()], np.zeros((1, grammar.compiled.words), np.int32))
+        except GrammarError:
+            raise
         except Exception as error:  # the library raises anything
             raise ConfigurationError(f"llguidance cannot use this: {str(error).strip()[:500]}") from error
         return grammar

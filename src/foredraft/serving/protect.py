@@ -34,6 +34,7 @@ LARGE = 1 << 16  # bytes from which on JSON is read in a thread of its own
 BODY_TIMEOUT = 30.0  # seconds for a whole body
 LINGER = 1.0  # seconds in which the rest of a body that was refused is read and dropped
 ID = re.compile(r"[\x21-\x7e]{1,128}")
+METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
 OPEN = ("/", "/health", "/metrics")  # paths that need no key, and are answered while the server drains
 CLOSE = {"Connection": "close"}
 BUSY = {**CLOSE, "Retry-After": "1"}
@@ -104,7 +105,8 @@ class Protection:
                 self.held += Counter()  # without those that hold nothing
             status, seconds = state["status"] or LEFT, time.monotonic() - begin
             if not is_open(path_of(scope)):
-                self.answered(getattr(scope.get("route"), "path", "none"), scope["method"], status, seconds)
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self.answered(getattr(scope.get("route"), "path", "none"), method, status, seconds)
             if path_of(scope) not in OPEN:
                 # percent-encoded again, so that no path can look like another line
                 log.info("%s %s %s %d %.3f s", state["id"], scope["method"], quote(scope["path"]), status, seconds)

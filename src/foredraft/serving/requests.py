@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,11 @@ from foredraft.serving.formats import Formats, wanted
 from foredraft.serving.jobs import Choice
 from foredraft.serving.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from foredraft.serving.settings import Settings
+from foredraft.serving.workers import Workers
 from foredraft.speculator import Speculator
 
 MOST_ROWS = 1024  # of one request
+MOST_WAITING = 256  # requests whose prompts wait to be tokenised
 MOST_PREDICTED = 1 << 16  # tokens of a prediction that are drafted from
 NEW_TOKENS = 4096  # where neither the request nor the model's context limits a text
 DRAWN = 1 << 53  # drawn seeds are whole numbers that JavaScript knows
@@ -55,12 +56,14 @@ class Requests:
         self.eos = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
         self.chat = Chat(self.tokenizer, settings.chat_template)
         self.formats = Formats(self.tokenizer, self.eos)
+        self._workers = Workers(2, MOST_WAITING, "requests")
+        self._letters = max(map(len, self.tokenizer.get_vocab()))  # that a token stands for at most
 
-    async def plan(self, request: CompletionRequest | ChatRequest, isolation: str | None) -> Plan:
-        """The rows of ``request``; tokenising and compiling happen in other threads.
+    async def plan(self, request: CompletionRequest | ChatRequest, isolation: str | None, owner: str = "") -> Plan:
+        """The rows of ``request``; tokenising and compiling happen in other threads, in which owners take turns.
 
         Raises:
-            ApiError: 400 or 404; the message names the field.
+            ApiError: 400 or 404, where the message names the field; 503 where too many wait for a thread.
         """
         self.check_model(request.model)
         form = wanted(request, self.tokenizer, self.eos)
@@ -70,7 +73,7 @@ class Requests:
                 which = "ignore_eos" if request.ignore_eos else "min_tokens"
                 raise refused(f"{which} cannot be combined with {form[0]}, which says what the text is", which)
             grammar = await self.formats.compile(*form)
-        return await asyncio.to_thread(self._plan, request, isolation, grammar)
+        return await self._workers.run(owner, partial(self._plan, request, isolation, grammar))
 
     def check_model(self, model: str) -> None:
         if model not in ("", self.settings.model):
@@ -109,13 +112,15 @@ class Requests:
 
     def close(self) -> None:
         self.formats.close()
+        self._workers.close()
 
     # -- prompts --------------------------------------------------------------------------------------------------------
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         if isinstance(request, ChatRequest):
             tools = [] if request.tool_choice == "none" else request.tools
-            found, param = [self.chat.prompt(request.messages, tools, options=request.chat_template_kwargs)], "messages"
+            text = self.chat.text(request.messages, tools, options=request.chat_template_kwargs)
+            found, param = [self.encode_prompt(text, "messages", special=False)], "messages"
         else:
             found, param = self.several(request.prompt), "prompt"
         for ids in found:
@@ -125,7 +130,18 @@ class Requests:
     def several(self, prompt: Any) -> list[list[int]]:
         """The prompts of a completion: a text, token ids, or a list of either."""
         several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-        return [self.encode(each) if isinstance(each, str) else each for each in several]
+        return [self.encode_prompt(each, "prompt") if isinstance(each, str) else each for each in several]
+
+    def encode_prompt(self, text: str, param: str, *, special: bool = True) -> list[int]:
+        """A text that is far too long is refused before it is tokenised, which takes seconds per megabyte."""
+        if self.longest is not None and len(text) > self.longest * self._letters:
+            raise refused(
+                f"the prompt has {len(text)} characters, but prompt and answer can have {self.longest} tokens together, of {self._letters} "
+                "characters at most; shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
+        return self.encode(text, special=special)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -158,13 +174,10 @@ class Requests:
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         if request.messages is not None:
-            return self.chat.prompt(
-                request.messages,
-                request.tools,
-                begin_answer=request.add_generation_prompt,
-                special=request.add_special_tokens is True,
-                options=request.chat_template_kwargs,
+            text = self.chat.text(
+                request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs
             )
+            return self.encode(text, special=request.add_special_tokens is True)
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 
     def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:

@@ -126,8 +126,8 @@ class Sampling(Noted):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="as transformers has it: over the prompt, too")
     logit_bias: dict[str, float] = Field({}, max_length=MOST_BIASES)
     stop: (
-        Annotated[str, Field(max_length=LONGEST_STOP)]
-        | Annotated[Several[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
+        Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+        | Annotated[Several[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
     ) = []
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
     ignore_eos: bool = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.errors import ConfigurationError, whole
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class Settings:
                 )
         if not self.drain >= 0:
             raise ConfigurationError(f"drain must be a number of seconds of at least 0, got {self.drain!r}")
+        for origin in self.cors_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigurationError(f"an origin is a scheme and a host, such as https://example.org, or *; got {origin!r}")
         if len(set(self.keys.values())) < len(self.keys) or not all(self.keys.values()):
             raise ConfigurationError("an API key is empty or was given twice; give each once")
 

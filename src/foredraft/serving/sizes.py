@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foredraft.errors import ConfigurationError
+from foredraft.serving.failures import refused
 from foredraft.serving.jobs import Choice
 from foredraft.serving.settings import Settings
 from foredraft.session import Session
@@ -15,12 +16,12 @@ def sizes_of(choices: Sequence[Choice], session: Session, settings: Settings) ->
     several choices is looked at once.
 
     Raises:
-        ConfigurationError, CacheMemoryError: one of them can never run, or they are too many.
+        ApiError: 400; they are too many.
+        ConfigurationError, CacheMemoryError: one of them can never run.
     """
     if len(choices) > settings.max_queue:
-        raise ConfigurationError(
-            f"the request asks for {len(choices)} texts, and the server takes at most {settings.max_queue}; ask for fewer"
-        )
+        most = settings.max_queue
+        raise refused(f"n: the request asks for {len(choices)} texts, and the queue holds {most} (--max-queue); ask for fewer", "n")
     found: list[int] = []
     last: tuple[int, ...] = ()
     for choice in choices:

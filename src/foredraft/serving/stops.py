@@ -16,7 +16,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]):
-        self.stops = [stop for stop in stops if stop]
+        self.stops = list(stops)
         self.hit: str | None = None
         self._held = ""
 
