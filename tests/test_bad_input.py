@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from architectures import build
 from cover import by_turns, covered
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, plainly, prompts, repetitive, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessor
@@ -28,6 +29,7 @@ from foredraft import (
 )
 from foredraft.device import default_device
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.loading import load_model
 from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
@@ -331,6 +333,24 @@ def test_a_checkpoint_that_contradicts_its_config_or_lacks_weights(tmp_path):
         ConfigurationError, match=r"lacks model\.layers\.\d\.input_layernorm\.weight, and \d+ others, which .* random numbers"
     ):
         Speculator(str(tmp_path), drafter="none")
+    count = config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count - 1, "layer_types": None}))
+    with pytest.raises(
+        ConfigurationError, match=rf"the files have model\.layers\.{count - 1}\..*, and a model of that .* has {count - 1} layers"
+    ):
+        Speculator(str(tmp_path), drafter="none")  # it would be another model
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": count - 1, "num_nextn_predict_layers": 1}))
+    assert load_model(tmp_path).config.num_hidden_layers == count - 1  # the last layer predicts further tokens
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_attention_heads": -1}, {"layer_types": ["full_attention"]}, {"hidden_size": "x"}, {"quantization_config": []}]
+)
+def test_a_configuration_that_transformers_stumbles_over(wrong, tmp_path):
+    build("qwen3").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | wrong))
+    with pytest.raises(ConfigurationError, match="cannot be loaded as a causal language model"):
+        load_model(tmp_path)
 
 
 def test_what_is_no_model():

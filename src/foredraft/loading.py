@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from foredraft.quantization import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LAYER = re.compile(r"(.*\b(?:layers|layer|h|blocks|block))\.(\d+)\.")  # of a weight's name: the list of layers, and the number of one
+UNREADABLE = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError)  # what wrong files raise in transformers
 PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary padded differently
 
 
@@ -68,6 +71,7 @@ def load_model(
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded, quantization)
         return embedded.to(device)
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoConfig
 
@@ -95,10 +99,10 @@ def load_model(
             how |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told by check_weights
             load = partial(loader.from_pretrained, source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
             model, info = torchao_files.loaded(load, source, config)
-            check_weights(source, info)
+            check_weights(source, model, info)
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError, StrictDataclassError) as error:
         own_code = "; load it with trust_remote_code=True yourself, and pass the object" if "auto_map" in config else ""
         raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}{own_code}") from error
     if quantization is not None:
@@ -107,7 +111,7 @@ def load_model(
     return model.eval() if device in (None, "auto") else model.to(device).eval()
 
 
-def check_weights(source: str, info: Mapping[str, Any]) -> None:
+def check_weights(source: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """
     Raises:
         ConfigurationError: by the loading ``info`` of transformers, the model has weights that are not those of the files.
@@ -124,6 +128,27 @@ def check_weights(source: str, info: Mapping[str, Any]) -> None:
             f"the checkpoint {source!r} lacks {lacking[0]}{more}, which transformers would fill with random numbers; load one with all "
             "weights of its config.json"
         )
+    for name in sorted(info["unexpected_keys"]):
+        if found := LAYER.match(name):
+            count = layers_at(model, found[1])
+            if count is not None and int(found[2]) >= count:
+                raise ConfigurationError(
+                    f"the checkpoint {source!r} contradicts its config.json: the files have {name}, and a model of that configuration has "
+                    f"{count} layers; load a folder whose files and config.json are of the same model"
+                )
+
+
+def layers_at(model: PreTrainedModel, path: str) -> int | None:
+    """How many layers files may have at ``path``, such as ``model.layers``, with those that predict further tokens; None where the model
+    has no list of layers."""
+    for name in (path, f"{model.base_model_prefix}.{path}"):
+        try:
+            found = model.get_submodule(name)
+        except AttributeError:
+            continue
+        if isinstance(found, torch.nn.ModuleList):
+            return len(found) + int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
+    return None
 
 
 def loader_for(config: Mapping[str, Any]) -> tuple[Any, str]:
