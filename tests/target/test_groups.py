@@ -784,6 +784,20 @@ def test_a_gguf_file_keeps_its_bits(kind, name, tmp_path, always):
         assert generate(speculator, ROWS, max_new_tokens=12) == [alone(expected, row, max_new_tokens=12) for row in ROWS]
 
 
+@pytest.mark.parametrize("kind", ["TQ2_0", "F16", "Q4_0"])
+def test_what_a_gguf_file_has_in_other_kinds_is_widened_and_said(kind, tmp_path, recwarn):
+    """Not silently: it takes several times the memory that the file's size promises."""
+    gguf_file(tmp_path, kind, "wide-llama")
+    found = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
+    said = [str(each.message) for each in recwarn if "widened" in str(each.message)]
+    assert isinstance(found.model.layers[0].mlp.down_proj.weight, GroupedTensor) == (kind == "Q4_0")
+    if kind in ("F16", "Q4_0"):
+        assert not said
+    else:
+        (said,) = said
+        assert f"weights in {kind}, which no kernel reads" in said and said.endswith("Q8_0, Q4_K, Q5_K, Q6_K")
+
+
 def test_the_positions_of_llama_3_are_scaled_as_its_gguf_file_says(tmp_path):
     frequency = 1e4 ** (-torch.arange(0, 64, 2) / 64)
     length = 2 * torch.pi / frequency

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from foredraft.quantization.grouped import bytes_from
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3")
 GEMMA = ("gemma2", "gemma3")  # whose norms llama.cpp has with 1 added
 KINDS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
+UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
 ROTARY = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -166,12 +168,15 @@ def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, T
     if factors:
         config.rope_parameters |= {"rope_type": "longrope", **{name: each.tolist() for name, each in factors.items()}}
     state: dict[str, Tensor] = {}
+    widened: set[str] = set()
     names = {tensor.name for tensor in reader.tensors}
     if architecture == "llama":
         config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
     experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
     for number in range(config.num_hidden_layers if experts else 0):
         state |= of_experts(experts, number, path)
+        wide = [parts for name, parts in EXPERTS.items() if f"model.layers.{number}.mlp.experts.{name}" in state]
+        widened |= {experts[f"blk.{number}.ffn_{part}_exps.weight"].tensor_type.name for parts in wide for part in parts}
     for tensor in reader.tensors:
         if tensor.name in experts or tensor.name in FACTORS:
             continue
@@ -185,6 +190,8 @@ def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, T
             order = rows_of(heads, int(tensor.shape[-1]))
         tied = prefix == "model.embed_tokens" and "output.weight" not in names
         keeps = last == "weight" and kind in KINDS and (prefix.endswith("_proj") or prefix == "lm_head" or tied)
+        if not keeps and last == "weight" and (prefix.endswith("_proj") or prefix == "lm_head"):
+            widened.add(kind)
         if keeps:
             parts = blocks_of(torch.from_numpy(np.array(tensor.data)), kind)
             rows = {each: part if order is None or len(part) == 1 else part[order] for each, part in parts.items()}
@@ -193,6 +200,12 @@ def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, T
             found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
             found = found if order is None else found[order]
             state[name] = found - 1 if architecture in GEMMA and prefix.endswith("norm") else found
+    if kinds := sorted(widened - UNQUANTIZED):
+        warnings.warn(
+            f"{str(path)!r} has weights in {', '.join(kinds)}, which no kernel reads: they are widened to the model's dtype, and take more "
+            f"memory and time. These stay at their bits: {', '.join(KINDS)}",
+            stacklevel=2,
+        )
     return state
 
 
