@@ -631,6 +631,12 @@ def turned(part):
         ("awq", without("scales"), r"is quantized by half: model.layers.0.self_attn.q_proj has qweight, qzeros, but no scales"),
         ("compressed-4", without("weight_scale"), r"quantized by half: .*q_proj has weight_packed.* but no weight_scale"),
         ("gptq", lambda about, state: about.update(group_size=128), r"contradicts its configuration: .*groups of 128 inputs need"),
+        ("gptq", lambda about, state: about.update(bits=8), r"contradicts its configuration: .*weights of 4 bits each where 8 are stated"),
+        (
+            "compressed-4",
+            lambda about, state: about["config_groups"]["group_0"]["weights"].update(num_bits=8),
+            r"weights of 4 bits each where 8",
+        ),
         ("awq", turned("scales"), r"contradicts its configuration: .*q_proj has scales of shape \(128, 1\) where groups of 32 inputs need"),
         ("gptq", turned("qweight"), r"contradicts its configuration: .* which are neither 4 nor 8 bits each"),
         ("gptq", lambda about, state: about.update(bits=3), r"quantized with gptq, with 3 bits; AWQ \(gemm\) of 4 bits"),

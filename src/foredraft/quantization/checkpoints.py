@@ -103,11 +103,13 @@ class Stored:
         form: of :data:`PARTS`.
         group: inputs that share a scale; None if all of an output do, and for ``gguf``, whose tensors show it.
         first: what is added to zero points: GPTQ's first format stores them minus one.
+        bits: that a weight may have; empty where the tensors alone show it.
     """
 
     form: str
     group: int | None
     first: int = 0
+    bits: frozenset[int] = frozenset()
 
     @staticmethod
     def of(about: Mapping[str, Any], source: str) -> Stored:
@@ -131,11 +133,12 @@ class Stored:
             raise refuse(f"with {bits} bits")
         if form not in known:
             raise refuse(f"in the format {form!r}")
-        return Stored(method, group if group > 0 else None, first=int(method == "gptq" and form != "gptq_v2"))
+        stated = frozenset[int]() if about.get("dynamic") else frozenset([bits])  # GPTQModel's layers may have bits of their own
+        return Stored(method, group if group > 0 else None, first=int(method == "gptq" and form != "gptq_v2"), bits=stated)
 
     @staticmethod
     def _of_compressed_tensors(about: Mapping[str, Any], refuse: Callable[[str], ConfigurationError]) -> Stored:
-        found = {}
+        found, bits = {}, set[int]()
         transforms = (about.get("transform_config") or {}).get("config_groups", {}).values()
         if any(not each["location"].startswith("weight_") for group in transforms for each in group.get("apply", ())):
             raise refuse("with transforms of activations")
@@ -149,11 +152,12 @@ class Stored:
                 raise refuse(f"with weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}")
             if weights.get("strategy") not in ("group", "channel", "tensor"):
                 raise refuse(f"with scales by {weights.get('strategy')!r}")
+            bits.add(weights["num_bits"])
             found[form, weights.get("group_size") if weights["strategy"] == "group" else None] = True
         if len(found) != 1:
             raise refuse("in several ways" if found else "and says not how")
         (form, size), *_ = found
-        return Stored(form, size)
+        return Stored(form, size, bits=frozenset(bits))
 
     def weight(self, parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
         """The weight ``[N, K]`` of a layer, from its tensors in the files.
@@ -166,6 +170,8 @@ class Stored:
             return self._of_gguf(parts, shape, dtype)
         size = inputs if self.group is None else self.group
         bits, codes, scale, zeros, given = self._unpacked(parts, outputs, inputs)
+        if self.bits and bits not in self.bits:
+            raise ValueError(f"weights of {bits} bits each where {' and '.join(map(str, sorted(self.bits)))} are stated")
         groups = math.ceil(inputs / size)
         expected = {"weights": (codes, (outputs, inputs)), "scales": (scale, (outputs, groups)), "zero points": (zeros, (outputs, groups))}
         for what, (found, wanted) in expected.items():
