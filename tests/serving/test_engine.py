@@ -22,6 +22,7 @@ from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
 from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
+from foredraft.serving.failures import ApiError
 from foredraft.serving.jobs import Choice, DrainingError, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
@@ -48,7 +49,7 @@ def test_a_job_that_cannot_run_is_refused_at_once():
             for wrong, why in (([], "empty"), ([7], "vocabulary"), ([0] * 13, "allows 20")):
                 with pytest.raises(ConfigurationError, match=why):
                     engine.submit(job(Choice(wrong, parameters())))
-            with pytest.raises(ConfigurationError, match="4 texts"):
+            with pytest.raises(ApiError, match="4 texts"):
                 engine.submit(job(*[Choice([0], parameters())] * 4))
 
     run(main())
