@@ -78,6 +78,7 @@ FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
 THREADS = ("tests/serving/test_threads.py",)
 ROLL = ("tests/serving/test_roll.py",)
+WORKERS = ("tests/serving/test_workers.py",)
 LANDING = ("tests/serving/test_landing.py",)
 API = ("tests/serving/test_api.py",)
 BAD_REQUESTS = ("tests/serving/test_bad_requests.py",)
@@ -247,6 +248,20 @@ FAULTS = [
     Fault("online.py", "list(self.model.parameters()), 1 - stays)", "list(self.model.parameters()), 1.0)", LEARNER),
     # -- rolls of the page
     Fault("landing.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
+    Fault(
+        "workers.py",
+        "                self._waiting[owner] = turns  # behind all others\n",
+        "                self._waiting = {owner: turns, **self._waiting}\n",
+        WORKERS,
+    ),
+    Fault("workers.py", "                self._waiting[owner].remove(turn)\n", "                pass\n", WORKERS),
+    Fault("requests.py", "len(text) > self.longest * self._letters", "False", WORKERS),
+    Fault(
+        "protect.py", 'if scope["method"] in METHODS else "other"', 'if scope["method"] else "other"', ("tests/serving/test_metrics.py",)
+    ),
+    Fault("loading.py", "int(found[2]) >= count", "False", ("tests/test_bad_input.py",)),
+    Fault("checkpoints.py", "if self.bits and bits not in self.bits:", "if False:", ("tests/target/test_groups.py",)),
+    Fault("gguf.py", "sorted(widened - UNQUANTIZED)", "sorted(widened & UNQUANTIZED)", ("tests/target/test_groups.py",)),
     Fault("landing.py", "times * q_x[:, None] / p_x[:, None]", "times / p_x[:, None]", LANDING),
     Fault("landing.py", "before = pad(q_x.cumsum(1)[:, :-1], (1, 0))", "before = torch.zeros_like(q_x)", LANDING),
     Fault("landing.py", "    behind = torch.exp(-torch.maximum(*slower))\n", "    behind = torch.ones_like(last)\n", LANDING),

@@ -50,11 +50,13 @@ def test_what_waits_is_bounded_and_who_leaves_makes_room():
         second.cancel()
         await asyncio.sleep(0)
         assert not ran
+        fourth = asyncio.ensure_future(workers.run("b", lambda: ran.append(2)))  # there is room for one
+        await asyncio.sleep(0)
         with pytest.raises(ApiError, match="2 requests wait"):
-            await asyncio.gather(*(workers.run("b", go.wait) for _ in range(2)))  # there is room for one
+            await workers.run("b", go.wait)
         go.set()
-        await third
-        assert ran == [1] and await workers.run("b", lambda: 2) == 2
+        await asyncio.gather(third, fourth)
+        assert ran == [1, 2] and await workers.run("b", lambda: 2) == 2
         with pytest.raises(ZeroDivisionError):
             await workers.run("b", lambda: 1 / 0)
         assert await workers.run("b", lambda: 3) == 3
