@@ -245,7 +245,7 @@ class Loop:
 
     def _asking(self, rows: Sequence[SessionRow], shape: TreeShape, limits: Sequence[int], sampler: Sampler) -> DraftRequest:
         depth, greedy = max(limits), sampler.greedy
-        shown = self.proposal in (*DRAWN, "mixed") and any(row.parameters.trace for row in rows)
+        shown = self.proposal in DRAWN and any(row.parameters.trace for row in rows)
         return DraftRequest(
             rows=rows,
             shape=shape.truncate(depth),

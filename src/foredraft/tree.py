@@ -23,7 +23,7 @@ Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixe
 CPU = torch.device("cpu")
 KEPT = 128  # most nodes of a chain whose ancestors are kept; prompts have many lengths
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
-DRAWN: tuple[Proposal, ...] = ("iid", "without-replacement", "keyed")  # that have a q
+DRAWN: tuple[Proposal, ...] = ("iid", "without-replacement", "keyed", "mixed")  # that may have a q
 
 
 @dataclass(frozen=True, eq=False)

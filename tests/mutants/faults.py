@@ -254,7 +254,7 @@ FAULTS = [
         "                self._waiting = {owner: turns, **self._waiting}\n",
         WORKERS,
     ),
-    Fault("workers.py", "                self._waiting[owner].remove(turn)\n", "                pass\n", WORKERS),
+    Fault("workers.py", "                turns.remove(turn)\n", "                pass\n", WORKERS),
     Fault("requests.py", "len(text) > self.longest * self._letters", "False", WORKERS),
     Fault(
         "protect.py", 'if scope["method"] in METHODS else "other"', 'if scope["method"] else "other"', ("tests/serving/test_metrics.py",)

@@ -65,6 +65,24 @@ def test_what_waits_is_bounded_and_who_leaves_makes_room():
     asyncio.run(main())
 
 
+def test_who_leaves_as_a_thread_comes_free_is_passed_over():
+    async def main() -> None:
+        workers, go = Workers(1, 5, "test"), threading.Event()
+        first = asyncio.ensure_future(workers.run("a", go.wait))
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(workers.run("a", lambda: 2))
+        await asyncio.sleep(0)
+        second.cancel()
+        workers._next()  # before the one that was cancelled runs again
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        go.set()
+        await first
+        workers.close()
+
+    asyncio.run(main())
+
+
 def test_a_text_that_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch):
     encode, seen = Requests.encode, []
 

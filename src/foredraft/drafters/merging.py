@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, Feedback
-from foredraft.tree import TokenTree
+from foredraft.tree import Proposal, TokenTree
+
+SHARED: tuple[Proposal, ...] = ("keyed", "mixed")  # drawn with the target's noise, where there is a q
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ def merged(parts: Sequence[Part], device: torch.device) -> TokenTree:
 
 def _merged_q(parts: Sequence[Part], rows: int, width: int) -> Tensor | None:
     """``[R, N, V]`` the ``q`` of those who drew with the target's noise, NaN in the rows of others; None if there are only others."""
-    shared = [part for part in parts if part.rows and part.tree.proposal in ("keyed", "mixed")]
+    shared = [part for part in parts if part.rows and part.tree.proposal in SHARED]
     known = [(part.rows, part.tree.q[:, :width]) for part in shared if part.tree.q is not None]
     if not known:
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
+from foredraft.drafters.merging import SHARED, Part, kept_paths, member_feedback, merged
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import Source
 from foredraft.shapes import DynamicShape, TreeShape
@@ -156,7 +156,9 @@ class Several(Drafter):
                 self._parts.append(part)
         only = self._parts[0] if len(self._parts) == 1 else None
         self.expected_accepted = only.drafter.expected_accepted if only else None
-        return replace(only.tree, proposal="mixed") if only else merged(self._parts, request.device)
+        if only is None:
+            return merged(self._parts, request.device)
+        return replace(only.tree, proposal="mixed", q=only.tree.q if only.tree.proposal in SHARED else None)
 
     def drafter_of(self, row: int) -> str:
         found = [part.drafter.drafter_of(row) for part in self._parts if row in part.rows or len(self._parts) == 1]
@@ -166,7 +168,7 @@ class Several(Drafter):
         shape = self._own(drafter, request.shape)
         offered = drafter.proposals_for(shape)
         proposal = "deterministic" if request.sampler.greedy else next(each for each in SUITS_MATCH if each in offered)
-        return drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=request.needs_q and proposal in ("keyed", "mixed")))
+        return drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=request.needs_q and proposal in SHARED))
 
     def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
         """What one of the drafters is asked for: no more levels than it can draft, and a chain of one that is to draft chains."""

@@ -47,8 +47,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 class Protection:
     """Checks Host and key, gives every request an id, and logs how it ended. ``check_ready`` raises DrainingError while the server takes no
-    requests; then the page's files, ``/health`` and ``/metrics`` alone are answered. ``answered`` is told of all other requests: the path
-    as the application knows it ("none" where it does not), the method, the status and the seconds.
+    requests; then the page's files, ``/health`` and ``/metrics`` alone are answered. After every other request, ``answered`` is called with
+    the path of its route ("none" if there is none), its method ("other" if it is unusual), the status and the seconds that it took.
 
     Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
     and ``status``, of the line in the log. Above it, ``crowded`` may say that there are too many connections.

@@ -140,7 +140,7 @@ def play(
 ) -> Rounds:
     """Rolls ``first`` to ``first + rolls`` of ``seed`` after ``ids``, two tokens at least. No row of another session is live.
     They are made in batches, first of few; none is begun that would probably take until after ``seconds``."""
-    recorded = Recorded(rule, needs_q=rule.needs_q or proposal in (*DRAWN, "mixed"))
+    recorded = Recorded(rule, needs_q=rule.needs_q or proposal in DRAWN)
     parameters = RowParameters(shape.depth + 2, do_sample=True, pipeline=pipeline, isolation=isolation)
     together = max(1, min(TOGETHER, VALUES // ((shape.nodes + drafter.info.extra_nodes + 1) * target.vocab_size)))
     counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor | None](), None, None

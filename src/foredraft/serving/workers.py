@@ -37,16 +37,16 @@ class Workers:
     async def _turn(self, owner: str) -> None:
         if sum(map(len, self._waiting.values())) >= self.most:
             raise busy(f"{self.most} requests wait to be read; try again later")
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it came at the same moment
                 self._next()
-            else:
-                self._waiting[owner].remove(turn)
-                if not self._waiting[owner]:
+            elif (turns := self._waiting.get(owner)) is not None and turn in turns:  # or else it has been passed over already
+                turns.remove(turn)
+                if not turns:
                     del self._waiting[owner]
             raise
 
