@@ -12,15 +12,18 @@ from helpers import alone, generate, random_tree
 from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, config_of, needs_kernels, rounded
 from kernel_cases import always as always  # a fixture
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import experts, native
 from foredraft.backends.base import Part
+from foredraft.backends.described_pass import DescribedModel
 from foredraft.backends.experts import Mixture
 from foredraft.backends.kernel_pass import NativeModel, Places
+from foredraft.backends.rounding import explained
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.skips import SkipSet
+from foredraft.models.support import tolerance
 from foredraft.target import Target
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
@@ -457,3 +460,53 @@ def test_others_keep_their_experts_and_say_why():
     target = Target(model, execution="native")
     assert target.backend.overrides.native == 0 and "it lacks a part that its description names" in target.reasons["fused"]
     assert isinstance(vars(model.model.layers[0].mlp.experts)["forward"], Mixture)
+
+
+def deep(seed):
+    """A gpt_oss of 24 layers in bfloat16, whose experts enlarge rounding from layer to layer."""
+    sizes = {
+        "vocab_size": 300, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 24, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 12,
+        "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes)).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, 0, 0.03)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_a_deep_mixture_is_not_refused_for_rounding(seed):
+    target = Target(deep(seed), execution="native", owned=True)
+    assert target.backend.overrides.native == 24, target.reasons
+    assert "paged_attention" not in target.reasons
+
+
+def test_rounding_explains_more_in_a_deep_mixture_than_in_a_dense_model():
+    model = deep(3)
+    bound = explained(model)
+    assert tolerance(model) < bound < 0.5 and explained(model) == bound
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    assert explained(build("qwen3", torch.bfloat16)) < tolerance(model)
+    assert explained(build("qwen3", torch.float32)) < 1e-5
+
+
+def test_a_deep_mixture_that_ignores_its_windows_leaves_the_kernel(monkeypatch):
+    right = DescribedModel.wrong
+
+    def forgetful(self, model, sample):
+        why = right(self, model, sample)  # its text is shorter than the windows
+        for kernel in self.kernels:
+            kernel.about.window = 0
+        return why
+
+    monkeypatch.setattr(DescribedModel, "wrong", forgetful)
+    target = Target(deep(3), owned=True)
+    assert target.execution == "packed"
+    assert "in the self-test the kernels gave logits that differ from a plain pass" in target.reasons["fused"]
+    target.backend.overrides.unpack()
+    target.backend.overrides.pack()
+    assert target.execution == "packed"

@@ -104,6 +104,10 @@ class Compilation:
             self._runs[kind] = torch.compile(code, dynamic=True, fullgraph=True)
         return self._runs[kind]
 
+    def unfuse(self, why: str) -> bool:
+        """False: every layer is a call of its own."""
+        return False
+
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
         self.state.mark()

@@ -11,6 +11,7 @@ from foredraft.backends import experts
 from foredraft.backends.fusion import Fusion
 from foredraft.backends.packing import ROUNDING, Packing, one_thread
 from foredraft.backends.products import NATIVE
+from foredraft.backends.rounding import explained
 from foredraft.device import without_autocast
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
@@ -37,6 +38,7 @@ class Kernels:
         self.state = ModelState.of(model)  # type: ignore[arg-type]
         self._packing: Packing | None = None
         self._fusion: Fusion | None = None
+        self._failed: str | None = None
         self.pack()
         self.state.followers.add(self)
 
@@ -67,9 +69,12 @@ class Kernels:
         elif (why := self._fusion.wrong(self.model, self._sample)) is not None:
             self._fusion.undo()
             self.unfused = why
+        if self._failed is not None:
+            self._fusion.undo()
+            self.unfused = self._failed
         self.native = self._fusion.native
         self.refused: str | None = None
-        if (found := difference(self._sample(), expected, routed)) is not None:
+        if (found := difference(self._sample(), expected, routed)) is not None and found > explained(self.model):
             self._fusion.undo()
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"
@@ -121,6 +126,15 @@ class Kernels:
         self.undo()
         if lost is not None:
             raise ConfigurationError(lost)
+
+    def unfuse(self, why: str) -> bool:
+        """As :meth:`~foredraft.backends.base.Overrides.unfuse`; the weights stay packed."""
+        if not self.native or self._fusion is None:
+            return False
+        self._fusion.undo()
+        self.native, self.unfused, self._failed = 0, why, why
+        self.state.note()
+        return True
 
     def undo(self) -> None:
         """Leave the model as it was found."""
