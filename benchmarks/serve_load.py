@@ -154,6 +154,8 @@ class Tool:
                         if text := "".join(choice.get("text") or "" for choice in document.get("choices") or ()):
                             chunks.append(now())
                             pieces.append(text)
+                        if any(choice.get("finish_reason") for choice in document.get("choices") or ()):
+                            status = "done"  # transformers serve sends no [DONE]
                         tokens = (document.get("usage") or {}).get("completion_tokens") or tokens
         except (httpx.HTTPError, ValueError) as error:
             status = f"{type(error).__name__}: {error}"
