@@ -57,6 +57,7 @@ class Observer:
         self._times: list[float] = []  # when the round began, and when each phase ended
         self._processor = 0.0  # seconds of this thread on a core, when the pass began
         self._passes, self._asked = 0, 0.0
+        self._touched: float | None = None
         self._layer_tokens = list(target.layer_tokens)  # before the session
         self._request: DraftRequest | None = None
         self._tree: TokenTree | None = None
@@ -104,7 +105,7 @@ class Observer:
         self._processor = time.thread_time()
 
     def scored(self, logits: Tensor) -> None:
-        self._on_gpu = logits.device.type != "cpu"
+        self._on_gpu, self._touched = logits.device.type != "cpu", self.target.touched
         self._times.append(time.perf_counter())
         if logits.device.type == "cpu":
             contention.add(self._times[-1] - self._times[-2], time.thread_time() - self._processor)
@@ -184,6 +185,7 @@ class Observer:
             paths=[line.path for line in lines] if known else (),
             greedy=sampler.greedy,
             expected=self.drafter.expected_accepted,
+            touched=self._touched,
             settling=self._settling,
         )
 

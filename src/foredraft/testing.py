@@ -110,6 +110,7 @@ class TableTarget:
         self.warm_up = self.settling = 0
         self.chains_only: str | None = None
         self.ragged = self.sourced = self.counts_sources = False
+        self.routing = self.touched = None
         self.owner: object = None
         self.tokenizer: object = None
         self.pools: list[Any] = []

@@ -57,6 +57,7 @@ COSTS = ("tests/planning/test_planner.py",)
 ROUNDS = ("tests/planning/test_rounds.py",)
 PACKERS = ("tests/target/test_library_packers.py",)
 GROUPS = ("tests/target/test_groups.py",)
+EXPERT_COSTS = ("tests/planning/test_expert_costs.py",)
 GROUPED_EXPERTS = ("tests/target/test_grouped_experts.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
@@ -598,7 +599,7 @@ FAULTS = [
     Fault("experts.py", "self.router.matrix.values if known.float32 else None", "None", MIXTURES),
     Fault("products.py", "for held in (layer._parameters, layer._buffers):", "for held in (layer._parameters,):", MIXTURES),
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
-    Fault("planner.py", "done.rest, *drafts, branching=branching)", "done.rest, *drafts)", ROUNDS),
+    Fault("planner.py", "branching=branching, touched=done.touched)", "touched=done.touched)", ROUNDS),
     Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
@@ -801,6 +802,24 @@ FAULTS = [
     Fault("recorded.py", "else q[:, :depth])", "else q[:, -depth:])", GRAPHS),
     Fault("recorded.py", "                recordings.settling += 1\n", "", GRAPHS),
     Fault("recorded.py", "or self._cut[key] >= SELDOM", "", GRAPHS),
+    # experts that a pass touches
+    Fault("experts.h", "        if (touched) *touched += active;\n", "        if (touched) *touched += n;\n", MIXTURES),
+    Fault("described_pass.py", "self._touched.value, about.touched = 0, ", "about.touched = ", MIXTURES),
+    Fault("planner.py", ", touched=done.touched)", ")", MIXTURES),
+    Fault("costs.py", "alone += self.experts.spared(", "0 * self.experts.spared(", EXPERT_COSTS),
+    Fault("costs.py", "list(accumulate(found, max))", "found", EXPERT_COSTS),
+    Fault(
+        "expert_costs.py",
+        "self.sharing[KINDS[branching]], self.routing.chosen\n        share",
+        "self.sharing[KINDS[0]], self.routing.chosen\n        share",
+        EXPERT_COSTS,
+    ),
+    Fault(
+        "expert_costs.py",
+        "/ (1 + self.random(rows) * self.routing.weight)",
+        "/ (1 + self.routing.chosen * self.routing.weight)",
+        EXPERT_COSTS,
+    ),
     # what rounding explains in a deep mixture; a self-test that the kernels fail
     Fault("described_pass.py", " or bool(off <= explained(model))", "", MIXTURES),
     Fault("rounding.py", "return min(found, MOST)", "return MOST", MIXTURES),

@@ -272,7 +272,7 @@ def test_plain_rounds_are_planned_seldom_and_another_text_is_planned_at_once():
     assert 2 <= 320 - run.last(320)["chain(0)"] <= 4  # and so do they for tries
     run.go(3)
     asked.clear()
-    planned.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
+    planned.prepare(SimpleNamespace(ragged=True, routing=None), ANY_DRAFTER, 1)  # type: ignore[arg-type]
     run.go(1)
     assert asked["plan"] == 1
 
@@ -361,7 +361,7 @@ def stored(machine: Machine, rows: int, wrong: Sequence[float]) -> AutomaticPlan
     profile = SimpleNamespace(read=lambda costs: costs.load(written) or True)
     found = AutomaticPlanner(CHAINS, profile=profile, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
     found.prepare(
-        SimpleNamespace(ragged=False),
+        SimpleNamespace(ragged=False, routing=None),
         SimpleNamespace(info=SimpleNamespace(**{**vars(ANY_DRAFTER.info), "catches_up": machine.missed > 0})),
         rows,
     )
@@ -517,7 +517,7 @@ def test_what_one_text_has_cost_does_not_keep_the_next_from_drafting():
     while run.planner.account > LIMIT * machine.target(1):
         run.go(1)
     machine.rates = (0.9,)
-    run.planner.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
+    run.planner.prepare(SimpleNamespace(ragged=True, routing=None), ANY_DRAFTER, 1)  # type: ignore[arg-type]
     assert run.go(12).last(12)["chain(0)"] < 4
 
 
@@ -537,7 +537,7 @@ def speed_of_texts(machine: Machine, planned: Planned, rates: Sequence[float], s
     for number, rate in enumerate(rates, 1):
         machine.rates = rate, 0.3 * (1 - rate)
         if isinstance(run.planner, AutomaticPlanner):
-            run.planner.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
+            run.planner.prepare(SimpleNamespace(ragged=True, routing=None), ANY_DRAFTER, 1)  # type: ignore[arg-type]
         while run.tokens < 64 * number:
             run.go(1)
     return run.tokens / run.seconds

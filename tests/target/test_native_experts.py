@@ -510,3 +510,34 @@ def test_a_deep_mixture_that_ignores_its_windows_leaves_the_kernel(monkeypatch):
     target.backend.overrides.unpack()
     target.backend.overrides.pack()
     assert target.execution == "packed"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["qwen3_moe-some-layers", "gpt_oss"])
+def test_the_experts_that_a_pass_touches_are_counted(name):
+    plain, kernels = targets(name, torch.float32)
+    chosen = []
+    mixtures = [layer.mlp.experts for layer in plain.model.model.layers if hasattr(layer.mlp, "experts")]
+    for each in mixtures:
+        each.register_forward_pre_hook(lambda module, args: chosen.append(len(args[1].unique())))
+    routing = kernels.routing
+    assert routing is not None and (routing.experts, routing.chosen) == (len(mixtures[0].down_proj), plain.model.config.num_experts_per_tok)
+    one = sum(mixture.down_proj[0].nbytes + mixture.gate_up_proj[0].nbytes for mixture in mixtures)
+    assert 0.5 < routing.weight * kernels.backend.overrides._packing.nbytes / one < 1.5
+    assert plain.routing is None and plain.touched is None
+    tree = TokenTree(torch.randint(0, 100, (1, len(TREE)), generator=torch.Generator().manual_seed(2)), torch.tensor([TREE]))
+    for target in (plain, kernels):
+        target.open([[5, 6, 7]])
+        target.prefill([[5, 6, 7]], first=0)
+    for scored in (TokenTree.from_chain(torch.tensor([[9]])), TokenTree.from_chain(torch.tensor([[9, 9, 3, 4]])), tree):
+        chosen.clear()
+        plain.score(scored)
+        kernels.score(scored)
+        assert kernels.touched == pytest.approx(sum(chosen) / len(mixtures))
+
+
+def test_the_planner_learns_how_many_experts_chains_touch():
+    speculator = Speculator(made("qwen3_moe", torch.float32), drafter="prompt-lookup", execution="native")
+    generate(speculator, [[5, 6, 7, 8] * 8], max_new_tokens=40)
+    experts = speculator.planner.costs.experts
+    assert experts.routing is not None and 0 <= experts.sharing["chains"][1][0] < 1

@@ -82,6 +82,21 @@ class PassOutput:
     hidden: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Routing:
+    """A mixture of experts whose kernels count the experts that a pass touches.
+
+    Attributes:
+        experts: of a layer.
+        chosen: of these, by each token.
+        weight: bytes of one expert of every layer, relative to what a pass reads besides experts.
+    """
+
+    experts: int
+    chosen: int
+    weight: float
+
+
 class Overrides(Protocol):
     """Faster replacements of a model's layers, and how to take them back."""
 
@@ -165,6 +180,16 @@ class Backend:
         if sources:
             self.encode(sources, [source.key for source in sources])
         self.cache.open(lengths)
+
+    @property
+    def routing(self) -> Routing | None:
+        """The mixtures of experts of the model; None if there are none, or if nothing counts the experts that a pass touches."""
+        return None
+
+    @property
+    def touched(self) -> float | None:
+        """How many experts of a layer, on average, some token of the last pass took; None as of :attr:`routing`."""
+        return None
 
     def forward(self, given: ForwardPass) -> PassOutput:
         """Make one pass."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.backends import narrow, native
-from foredraft.backends.base import Part
+from foredraft.backends.base import Part, Routing
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
 from foredraft.backends.families import FAMILIES, Family, family_of, heads_of, interleaves
 from foredraft.backends.kernel_pass import BY_POSITION, Direct, Kernel, NativeModel, NativePass, Places, eps_of, passes_are_known
@@ -127,6 +127,8 @@ class DescribedModel(NativeModel):
         norm, held = described_norm(last, family.last, like.dtype)
         self._sizes = latents[0].sizes if latents else None
         super().__init__(base, layers, kernels, (), eps_of(last))
+        self.routing = routing_of(kernels, packing)
+        self._touched = ctypes.c_int64()
         self.norm, self._norm_held = norm, held
         types_of_rope = rope_types(base)
         known = {*types_of_rope.values()} if isinstance(types_of_rope, dict) else {types_of_rope}
@@ -152,6 +154,10 @@ class DescribedModel(NativeModel):
         return [Kind(self.page_bytes(some), window, frozenset(each.index for each in some)) for window, some in found.items()]
 
     @property
+    def touched(self) -> float | None:
+        return self._touched.value / len(self.shared.experts) if self.routing is not None else None  # type: ignore[attr-defined]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return self._sizes or super().sizes
 
@@ -173,6 +179,8 @@ class DescribedModel(NativeModel):
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
     ) -> native.Pass:
         about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, places)
+        if self.routing is not None:
+            self._touched.value, about.touched = 0, ctypes.addressof(self._touched)
         if self.by_position:
             angles, at = [self._table(number, window.width) for number in range(len(self.kinds))], positions.contiguous()
         else:
@@ -411,6 +419,17 @@ def taken(packing: Packing, name: str, layers: Sequence[Any]) -> Product:
     if found is None or found.hint != NATIVE or found.outputs % 64:
         raise Unfit(f"its linear layers for {name} are not packed together in the kernels' layout")
     return found
+
+
+def routing_of(kernels: Sequence[Kernel], packing: Packing) -> Routing | None:
+    """The mixtures of experts in ``kernels``; None if there are none, or if they differ."""
+    mixtures = [each for kernel in kernels for each in kernel.held if isinstance(each, Experts)]
+    sizes = {(each.mixture.count, int(each.about.chosen)) for each in mixtures}
+    if len(sizes) != 1:
+        return None
+    count, chosen = sizes.pop()
+    others = packing.nbytes + sum(each.router.nbytes for each in mixtures)
+    return Routing(count, chosen, sum(each.mixture.nbytes for each in mixtures) / count / others)
 
 
 def described_norm(norm: Any, name: str, dtype: torch.dtype) -> tuple[native.Norm, tuple[Tensor, ...]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassOutput
+from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassOutput, Routing
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import spread, to_device
 from foredraft.models.cache import TreeCache, Window
@@ -198,6 +198,14 @@ class Eager(Backend):
         """The model as one call of a kernel, if its weights are packed for that and no hook or request needs the model's own calls."""
         found = self._kernels()
         return found if found is not None and found.ready else None
+
+    @property
+    def routing(self) -> Routing | None:
+        return None if (direct := self.direct) is None else direct.decoder.routing
+
+    @property
+    def touched(self) -> float | None:
+        return None if (direct := self.direct) is None else direct.decoder.touched
 
     def _kernels(self) -> Direct | None:
         """The same, even if something needs the model's own calls."""

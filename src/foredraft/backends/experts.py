@@ -70,6 +70,11 @@ class Mixture(Override):
             limit=getattr(experts, "limit", 0.0),
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(part.nbytes for stack in (self.gate_up, self.down) for part in (stack.packed, *stack.parts.values()))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__reduce_ex__(self, protocol) if self.taken else super().__reduce_ex__(protocol)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends import experts, native
-from foredraft.backends.base import Part
+from foredraft.backends.base import Part, Routing
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import Override, hooks_of
@@ -186,6 +186,13 @@ class NativeModel(Override):
     def sizes(self) -> tuple[int, ...]:
         """The sizes of a head's key and value; one number if they are equal."""
         return (int(self.kernels[0].about.size),)
+
+    routing: Routing | None = None  # as of :class:`~foredraft.backends.base.Backend`
+
+    @property
+    def touched(self) -> float | None:
+        """As of :class:`~foredraft.backends.base.Backend`, if all layers were run."""
+        return None
 
     finishes = False  # the model does something to what its LM head returns
 

@@ -165,6 +165,11 @@ class Packing:
         alike = found is not None and len(found.layers) == len(layers) and all(map(operator.is_, found.layers, layers))
         return found if alike else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all products, experts left out."""
+        return sum(each.nbytes for each in {id(each): each for each in self._found.values()}.values())
+
     def lost(self) -> str | None:
         """The name of a parameter that was written to or made although there are only placeholders, so that the write is lost; None if
         there is none."""

@@ -138,6 +138,13 @@ class Product:
         return found
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the product reads."""
+        if self.hint != NATIVE:
+            return int(self.packed.nbytes)
+        return sum(part.nbytes for piece in self.pieces for part in (piece.packed, *piece.parts.values()))
+
+    @property
     def quantised(self) -> bool:
         return self.format != UNQUANTISED
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import accumulate, cycle
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,7 @@ from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.encoder_decoder import Source
 from foredraft.planning.curves import Curve, monotone
+from foredraft.planning.expert_costs import ExpertCosts
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
@@ -48,6 +49,7 @@ class CostModel:
 
     Attributes:
         target: of a pass over so many nodes per row, the root included.
+        experts: what passes take less because their nodes share experts.
         branching: per number of rows, how much longer rounds took over trees that branch than over chains of their size, on average, and in
             how many rounds.
         level: of one level of the draft, by the nodes it is drafted below.
@@ -65,11 +67,13 @@ class CostModel:
         self.spent = 0.0
         self.exits: dict[int, dict[int, float]] = {}
         self.plain_passes: dict[int, int] = {}
+        self.experts = ExpertCosts()
         self.forget()
 
     def forget(self) -> None:
         """Nothing is known of passes and drafts."""
         self.target = Curve(lambda tokens: 1e-2 * (1 + 0.15 * (tokens - 1)))
+        self.experts.forget()
         self.branching: dict[int, tuple[float, int]] = {}
         self._checked: dict[int, float] = {}  # what was known of that when all sizes were last compared
         self._tree_drift = 0.0
@@ -90,14 +94,23 @@ class CostModel:
 
     def pass_seconds(self, rows: int, nodes: float, context: float) -> float:
         """Of a whole pass over ``nodes`` per row, the longest row having ``context`` tokens."""
-        return self.target.at(rows, nodes) + self.context * rows * max(0, context - PROMPT)
+        return self._passes(rows, (nodes,), False)[0] + self.context * rows * max(0, context - PROMPT)
 
     def verify(self, rows: int, sizes: Sequence[float], context: float, *, branching: bool = False) -> list[float]:
         """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
         of its round; chains, or ``branching`` trees."""
         more = self.context * rows * max(0, context - PROMPT)
         more += self._longer(rows) if branching else 0.0
-        return [pass_ + rest + more for pass_, rest in zip(self.target.line(rows, sizes), self.rest.line(rows, sizes))]
+        return [pass_ + rest + more for pass_, rest in zip(self._passes(rows, sizes, branching), self.rest.line(rows, sizes))]
+
+    def _passes(self, rows: int, sizes: Sequence[float], branching: bool) -> list[float]:
+        """Seconds of the target's pass for each of ``sizes``, ascending; never less for more."""
+        found = self.target.line(rows, sizes)
+        if self.experts.routing is None:
+            return found
+        plain = self.target.at(rows, 1)
+        found = [each + self.experts.more(rows, size, plain, branching=branching) for size, each in zip(sizes, found)]
+        return list(accumulate(found, max))
 
     def draft_seconds(self, rows: int, widths: Sequence[int], behind: int = 0) -> float:
         """Of levels below ``widths`` nodes, by a drafter that is ``behind`` by so many tokens, summed over rows."""
@@ -156,13 +169,18 @@ class CostModel:
         behind: int,
         *,
         branching: bool = False,
+        touched: float | None = None,
     ) -> None:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart. What a
-        tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it."""
+        tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it. ``touched``:
+        experts of a layer that some node took, where that is known."""
         more = self.context * rows * max(0, context - PROMPT)
         alone = max(target - more, 0.1 * target)
+        if self.experts.routing is not None and touched is not None:
+            alone += self.experts.spared(rows, nodes, self.target.at(rows, 1), touched)  # as if it had been of random tokens
+            self.experts.learn(rows, nodes, touched, branching=branching)
         if branching:
-            chain = self.verify(rows, (nodes,), PROMPT)[0]
+            chain = self.target.at(rows, nodes) + self.rest.at(rows, nodes)
             before, count = self.branching.get(rows, (0.0, 0))
             longer = min(alone + rest - chain, before + SLOWER * chain)
             self.branching[rows] = before + max(LEAST_SHARE, 1 / (count + FEW_TREES)) * (longer - before), count + 1
@@ -211,6 +229,7 @@ class CostModel:
             "target": _written(self.target),
             "level": {} if any(self.exits.values()) else _written(self.level),  # it is that of one exit
             "context": self.context,
+            "experts": self.experts.to_dict(),
             "fixed": {str(rows): seconds for rows, seconds in self.fixed.items()},
             "catch_up": {str(rows): seconds for rows, seconds in self.catch_up.items()},
             "exits": {str(rows): {str(layer): seconds for layer, seconds in each.items()} for rows, each in self.exits.items() if each},
@@ -227,6 +246,7 @@ class CostModel:
         context, spent = _positive(plain["context"]), _positive(plain["spent"])
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
         exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain.get("exits", {}).items()}
+        self.experts.load(plain["experts"])
         for curve, points in ((self.target, target), (self.level, level)):
             curve.trusted = False
             for rows, size, seconds in points:
@@ -297,6 +317,7 @@ def measure(
         Which share of a core this thread had meanwhile; 1 on a GPU.
     """
     run = Measurement(target, drafter, rows, largest, clock)
+    costs.experts.routing = target.routing
     seconds *= 1 if run.warm_ups == 1 else RECORDING
     begin, by_the_wall, processor = clock(), time.perf_counter(), time.thread_time()
     with target.unlimited():  # these rows are short
@@ -326,6 +347,7 @@ class Measurement:
     def __init__(self, target: Target, drafter: Drafter, rows: int, largest: StaticShape, clock: Callable[[], float]):
         self.target, self.drafter, self.rows, self.largest, self.clock = target, drafter, rows, largest, clock
         self.times: dict[Any, list[float]] = {}
+        self.touched: dict[int, list[float]] = {}  # experts of a layer that passes over so many nodes touched
         contexts = [each.trained for each in (target, *drafter.draft_models) if each.trained is not None]
         room = min(contexts, default=10**9) - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
@@ -432,7 +454,9 @@ class Measurement:
         medians = {name: median(times) for name, times in self.times.items()}
         for name, seconds in medians.items():
             if name[0] == "target":
-                costs.target.measured(self.rows, name[1], seconds)
+                size, touched = name[1], self.touched.get(name[1])
+                plain, mean = medians["target", 1], None if touched is None else sum(touched) / len(touched)
+                costs.target.measured(self.rows, size, seconds + costs.experts.spared(self.rows, size, plain, mean))
         exits = self.drafter.info.exits
         known = [layer for layer in exits.layers if ("exit", layer) in medians] if exits else []
         if exits:
@@ -480,7 +504,13 @@ class Measurement:
     def _scoring(self, size: int) -> Callable[[], object]:
         """Chains of other tokens in every repeat: what a mixture of experts takes depends on how many of them the tokens touch."""
         trees = cycle([self._chain(size) for _ in range(REPEATS)])
-        return lambda: self.target.score(next(trees))
+
+        def score() -> None:
+            self.target.score(next(trees))
+            if (touched := self.target.touched) is not None:
+                self.touched.setdefault(size, []).append(touched)
+
+        return score
 
     def _leaving(self, root: TokenTree, layer: int) -> Callable[[], object]:
         return lambda: self.target.score_early(root, layer)

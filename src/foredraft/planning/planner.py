@@ -116,6 +116,7 @@ class AutomaticPlanner(Planner):
         """
         begin = self.clock()
         self._rest, self._resting = 0, False
+        self.costs.experts.routing = target.routing
         info = drafter.info
         how = {"catches_up": info.catches_up, "reads_prompts": info.whole_prompt}
         self.forecaster.begin(own=target.ragged, filler=info.extra_nodes, text=rows == 1, **how)
@@ -280,7 +281,7 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            self.costs.observe(count, nodes, done.context, target, done.rest, *drafts, branching=branching)
+            self.costs.observe(count, nodes, done.context, target, done.rest, *drafts, branching=branching, touched=done.touched)
         self._check()
         plain, verify = (self.costs.verify(count, (size,), done.context, branching=branching and size > 1)[0] for size in (1, nodes))
         if self.account is None:

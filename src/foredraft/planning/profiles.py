@@ -23,7 +23,7 @@ from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
 from foredraft.target import Target
 
-SCHEMA = 3
+SCHEMA = 4
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ class Round:
         static_parents, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
+        touched: experts of a layer that some node of the pass took, on average; None if they are not counted.
         settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
@@ -55,6 +56,7 @@ class Round:
     paths: Sequence[Sequence[int]] = ()
     greedy: bool = True
     expected: float | None = None
+    touched: float | None = None
     settling: bool = False
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import Backend, ForwardPass, Part, PassOutput, tree_window
+from foredraft.backends.base import Backend, ForwardPass, Part, PassOutput, Routing, tree_window
 from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import Recorded
 from foredraft.errors import UnsupportedModelError
@@ -81,6 +81,16 @@ class Passes:
     def settling(self) -> int:
         """How many passes so far took longer than later ones of their kind will, because they were recorded or compared."""
         return self.backend.settling
+
+    @property
+    def routing(self) -> Routing | None:
+        """The mixtures of experts of the model, if the kernels count the experts that a pass touches."""
+        return self.backend.routing
+
+    @property
+    def touched(self) -> float | None:
+        """How many experts of a layer, on average, some token of the last pass took; None as of :attr:`routing`."""
+        return self.backend.touched
 
     @property
     def lengths(self) -> list[int]:

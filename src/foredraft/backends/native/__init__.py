@@ -120,7 +120,7 @@ class Pass(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values", "cross_head_strides")]
         + [(name, ctypes.c_void_p) for name in ("table", "kinds", "places", "experts", "segments")]
-        + [("segments_room", ctypes.c_int64)]
+        + [("segments_room", ctypes.c_int64), ("touched", ctypes.c_void_p)]
     )
     sums: Any = None  # what `segments` points to
     beside: Any = None  # keeps alive what the pointers refer to

@@ -134,6 +134,7 @@ typedef struct {
     void *experts;                         /* scratch: the largest experts_room() of the layers, in bytes */
     float *segments;                       /* scratch: partial sums over segments, */
     int64_t segments_room;                 /* of so many floats; attention is divided by segments only if that is enough */
+    int64_t *touched;                      /* out: the number of experts that some token took is added for each layer; or null */
 } Pass;
 
 /* The keys and values that queries attend to: those of the text, or of the source */

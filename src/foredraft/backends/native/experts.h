@@ -206,8 +206,9 @@ static void choose(const Experts *e, const Routed *r, int t, int32_t *experts, f
     }
 }
 
-/* A phase: assign tokens to experts, by the router's logits or as `given`, and give each token a place among those of each expert */
-static void route(Worker *w, const Experts *e, const Routed *r, int T, const int64_t *given, const float *weights) {
+/* A phase: assign tokens to experts, by the router's logits or as `given`, and give each token a place among those of each expert. The number
+ * of experts in use is added to `touched`, unless that is null. */
+static void route(Worker *w, const Experts *e, const Routed *r, int T, const int64_t *given, const float *weights, int64_t *touched) {
     const int k = e->chosen, n = T * k;
     for (int i = first(w, 1); i >= 0; i = next(w)) {
         int32_t *chosen = (int32_t *)own_tiles(w, e, r, T), *tokens = chosen + n, *places = tokens + n, active = 0;
@@ -237,6 +238,7 @@ static void route(Worker *w, const Experts *e, const Routed *r, int T, const int
         for (int j = 0; j < n; j++) places[j] = at[chosen[j]]++, tokens[places[j]] = j / k;
         if (!mine(w)) continue;
         *r->active = active;
+        if (touched) *touched += active;
         __builtin_memcpy(r->experts, experts, active * sizeof(int32_t));
         __builtin_memcpy(r->begins, begins, (active + 1) * sizeof(int32_t));
         __builtin_memcpy(r->tokens, tokens, n * sizeof(int32_t));
@@ -394,7 +396,7 @@ typedef struct {
 
 static void do_experts(Worker *w, const void *job) {
     const Given *g = job;
-    route(w, g->experts, &g->routed, g->T, g->chosen, g->scores);
+    route(w, g->experts, &g->routed, g->T, g->chosen, g->scores, 0);
     by_experts(w, g->experts, &g->routed, g->x, g->y, g->T, g->H);
 }
 

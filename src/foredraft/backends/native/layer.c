@@ -287,7 +287,7 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
         logits32(w, e, &r, inputs, T, H);
     else
         product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
-    route(w, e, &r, T, 0, 0);
+    route(w, e, &r, T, 0, 0, p->touched);
     if (e->shared) {
         product(w, &l->gate_up, inputs, p->wide, T, H, 2 * l->inner, 0);
         gates(w, p->wide, p->thin, T, l->inner, l->activation);
