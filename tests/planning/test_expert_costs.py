@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -82,7 +83,7 @@ def test_more_nodes_never_cost_less():
     costs = measured()
     played(costs, 6, 0.0, branching=False, rounds=40)
     found = costs.verify(1, [float(size) for size in range(1, 40)], 16)
-    assert all(a <= b for a, b in zip(found, found[1:]))
+    assert all(a <= b for a, b in itertools.pairwise(found))
 
 
 def test_a_profile_keeps_what_was_seen():
