@@ -63,7 +63,7 @@ MISTAKES = [
     ("serve zoo:python-8m --rule typical", "it changes the output distribution; name another with --rule"),
     ("chat zoo:python-8m --rule typical", "it changes the output distribution; name another with --rule"),
     ("serve zoo:python-8m --cache-memory lots", "is not an amount of memory"),
-    ("serve zoo:python-8m --max-body 12", "has no unit"),
+    ("serve zoo:python-8m --max-body 12", "--max-body takes a size such as 8MiB, got '12'"),
     ("serve zoo:python-8m --api-key-file none.txt", "cannot read 'none.txt'"),
     ("serve zoo:python-8m --chat-template none.jinja", "cannot read 'none.jinja'"),
     ("serve zoo:python-8m --api-key a --api-key a", "given twice"),

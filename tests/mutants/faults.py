@@ -802,6 +802,7 @@ FAULTS = [
     Fault("recorded.py", "else q[:, :depth])", "else q[:, -depth:])", GRAPHS),
     Fault("recorded.py", "                recordings.settling += 1\n", "", GRAPHS),
     Fault("recorded.py", "or self._cut[key] >= SELDOM", "", GRAPHS),
+    Fault("engine.py", 'if job.begun else "the request was not begun', 'if True else "the request was not begun', ENGINE),
     # experts that a pass touches
     Fault("experts.h", "        if (touched) *touched += active;\n", "        if (touched) *touched += n;\n", MIXTURES),
     Fault("described_pass.py", "self._touched.value, about.touched = 0, ", "about.touched = ", MIXTURES),

@@ -334,6 +334,23 @@ def test_nobody_is_refused_while_there_are_free_places():
     run(main())
 
 
+def test_a_job_that_was_not_begun_is_told_so_when_the_server_stops():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=1) as engine:
+            speculator.drafter.pause = 0.01
+            running_one, waiting = job(Choice([0], parameters(100_000))), job(Choice([1], parameters(5)))
+            engine.submit(running_one)
+            engine.submit(waiting)
+            reading = asyncio.gather(read(running_one), read(waiting))
+            await engine.drain(0.3)
+            (*_, told), (*_, unbegun) = await reading
+            assert "the text ends here" in str(told)
+            assert isinstance(unbegun, DrainingError) and "the request was not begun" in str(unbegun)
+
+    run(main())
+
+
 def test_draining_lets_running_jobs_end_and_tells_the_rest():
     async def main() -> None:
         speculator = table_speculator()
@@ -347,7 +364,7 @@ def test_draining_lets_running_jobs_end_and_tells_the_rest():
             await engine.drain(1.0)
             assert 0.9 < time.monotonic() - begin < 5 and engine.state == "draining"
             (_, ends, error), (*_, told) = await reading
-            assert ends == ["length"] and error is None and isinstance(told, DrainingError)
+            assert ends == ["length"] and error is None and isinstance(told, DrainingError) and "the text ends here" in str(told)
             with pytest.raises(DrainingError):
                 engine.submit(job())
             begin = time.monotonic()

@@ -379,6 +379,9 @@ def test_flags_become_settings():
     for serving, options, why in (
         (Serving(max_body="many"), {}, "many"),
         (Serving(max_body="0.5"), {}, "--max-body"),
+        (Serving(max_body="0MiB"), {}, "--max-body"),
+        (Serving(queue_timeout=0.0), {}, "--queue-timeout takes a number of seconds above 0"),
+        (Serving(request_timeout=0.0), {}, "--request-timeout"),
         (Serving(api_key=["a", "a"]), {}, "twice"),
         (Serving(api_key=["a", "b"]), {"learn": True}, "--share"),
         (Serving(api_key=["a", "b"]), {"drafter_option": ["learn=true"]}, "--share"),

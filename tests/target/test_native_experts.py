@@ -21,9 +21,12 @@ from foredraft.backends.described_pass import DescribedModel
 from foredraft.backends.experts import Mixture
 from foredraft.backends.kernel_pass import NativeModel, Places
 from foredraft.backends.rounding import explained
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.skips import SkipSet
 from foredraft.models.support import tolerance
+from foredraft.planning import AutomaticPlanner
+from foredraft.shapes import TreeShape
 from foredraft.target import Target
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
@@ -453,12 +456,12 @@ def test_sums_are_rounded_where_the_class_rounds_them(scores_in, sums):
 
 
 def test_others_keep_their_experts_and_say_why():
-    """A router that nobody knows: the experts are packed, the layers are no kernels."""
+    """A part that nobody knows: the experts are packed, the layers are no kernels."""
     model = made("qwen3_moe", torch.float32)
     for layer in model.model.layers:
         layer.mlp.extra = nn.Identity()
     target = Target(model, execution="native")
-    assert target.backend.overrides.native == 0 and "it lacks a part that its description names" in target.reasons["fused"]
+    assert target.backend.overrides.native == 0 and "parts that the kernels do not know: extra" in target.reasons["fused"]
     assert isinstance(vars(model.model.layers[0].mlp.experts)["forward"], Mixture)
 
 
@@ -536,8 +539,10 @@ def test_the_experts_that_a_pass_touches_are_counted(name):
         assert kernels.touched == pytest.approx(sum(chosen) / len(mixtures))
 
 
-def test_the_planner_learns_how_many_experts_chains_touch():
-    speculator = Speculator(made("qwen3_moe", torch.float32), drafter="prompt-lookup", execution="native")
+def test_the_planner_learns_how_many_experts_chains_touch(monkeypatch):
+    monkeypatch.setattr(AutomaticPlanner, "plan", lambda self, rows, **how: TreeShape.chain(3))
+    drafter = DraftModel(made("qwen3_moe", torch.float32))
+    speculator = Speculator(made("qwen3_moe", torch.float32), drafter=drafter, execution="native")
     generate(speculator, [[5, 6, 7, 8] * 8], max_new_tokens=40)
     experts = speculator.planner.costs.experts
     assert experts.routing is not None and 0 <= experts.sharing["chains"][1][0] < 1

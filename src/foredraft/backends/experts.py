@@ -332,12 +332,16 @@ class Experts:
         self.about.shared = native.GATED if gate is not None else native.UNGATED if shared is not None else 0
 
     @staticmethod
-    def of(mlp: Any, packing: Packing) -> Experts | None:
-        """The mixture of ``mlp``, or None if it is another kind of MLP or not all of it is packed."""
-        mixture = vars(getattr(mlp, "experts", mlp)).get("forward")
+    def of(mlp: Any, packing: Packing) -> Experts | str:
+        """The mixture of ``mlp``, or why the kernel of a layer does not take it."""
+        mixture = vars(mlp.experts).get("forward")
+        if not isinstance(mixture, Mixture):
+            return f"the class, sizes or format of its experts ({type(mlp.experts).__name__}) are none that the kernels take"
         router = next((each for each in mlp.children() if type(each).__name__ in ROUTERS), None)
-        if not isinstance(mixture, Mixture) or router is None or not 0 < router.top_k <= min(native.MOST_CHOSEN, mixture.count):
-            return None
+        if router is None:
+            return f"how {type(mlp).__name__} chooses experts is not known to the kernels"
+        if not 0 < router.top_k <= min(native.MOST_CHOSEN, mixture.count):
+            return f"its router chooses {router.top_k} of {mixture.count} experts, and the kernels take up to {native.MOST_CHOSEN}"
         known = ROUTERS[type(router).__name__]
         names = {"experts", known.name}
         shared, gate = None, None
@@ -345,15 +349,17 @@ class Experts:
             expert = getattr(mlp, name)
             gate_up, down = packing.product(expert.gate_proj, expert.up_proj), packing.product(expert.down_proj)
             if gate_up is None or down is None:
-                return None
+                return f"its {name} is not packed in the kernels' layout"
             shared, names = (gate_up, down), {*names, name}
         if "shared_expert_gate" in mlp._modules:
             gate = packing.product(mlp.shared_expert_gate)
             if gate is None:
-                return None
+                return "its shared_expert_gate is not packed in the kernels' layout"
             names.add("shared_expert_gate")
-        if mlp._modules.keys() != names or (router.weight.dtype != mixture.dtype and not known.float32):
-            return None
+        if odd := mlp._modules.keys() ^ names:
+            return f"its mixture has or lacks parts that the kernels do not know: {', '.join(sorted(odd))}"
+        if router.weight.dtype != mixture.dtype and not known.float32:
+            return f"its router is in {router.weight.dtype}, its experts are in {mixture.dtype}"
         return Experts(mixture, router, known, shared, gate)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -131,9 +132,14 @@ def settings_of(configuration: Configuration, serving: Serving) -> Settings:
         ConfigurationError: keys or sizes that cannot be, or learning from several keys' texts unasked.
     """
     keys = {f"key-{number}": key for number, key in enumerate(read_keys(serving.api_key or (), serving.api_key_file), 1)}
-    size = parse_memory(serving.max_body)
+    size = None
+    with suppress(ConfigurationError):  # which offers what this option does not take
+        size = parse_memory(serving.max_body)
     if not isinstance(size, int):
         raise ConfigurationError(f"--max-body takes a size such as 8MiB, got {serving.max_body!r}")
+    for flag, seconds in (("--queue-timeout", serving.queue_timeout), ("--request-timeout", serving.request_timeout)):
+        if not seconds > 0:
+            raise ConfigurationError(f"{flag} takes a number of seconds above 0, or no request is served; got {seconds:g}")
     same = ("host", "share", "max_rows", "max_batch_tokens", "max_queue", "queue_timeout", "request_timeout", "drain", "request_metrics")
     template = None if serving.chat_template is None else read(serving.chat_template)
     if template is not None and not template.strip():

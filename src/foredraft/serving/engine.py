@@ -221,7 +221,8 @@ class Engine:
         while self._thread.is_alive() and (jobs := self._jobs()):
             if time.monotonic() >= end:
                 for job in jobs:
-                    self._dismiss(job, error=DrainingError("the server stops; the text ends here"))
+                    what = "the text ends here" if job.begun else "the request was not begun; send it again later"
+                    self._dismiss(job, error=DrainingError(f"the server stops; {what}"))
                 end += 1.0
             await asyncio.sleep(0.02)
 
