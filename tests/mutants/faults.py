@@ -804,6 +804,7 @@ FAULTS = [
     Fault("recorded.py", "or self._cut[key] >= SELDOM", "", GRAPHS),
     Fault("engine.py", 'if job.begun else "the request was not begun', 'if True else "the request was not begun', ENGINE),
     # experts that a pass touches
+    Fault("eager.py", "None if given.part is not None else direct.decoder.touched", "direct.decoder.touched", MIXTURES),
     Fault("experts.h", "        if (touched) *touched += active;\n", "        if (touched) *touched += n;\n", MIXTURES),
     Fault("described_pass.py", "self._touched.value, about.touched = 0, ", "about.touched = ", MIXTURES),
     Fault("planner.py", ", touched=done.touched)", ")", MIXTURES),

@@ -546,3 +546,14 @@ def test_the_planner_learns_how_many_experts_chains_touch(monkeypatch):
     generate(speculator, [[5, 6, 7, 8] * 8], max_new_tokens=40)
     experts = speculator.planner.costs.experts
     assert experts.routing is not None and 0 <= experts.sharing["chains"][1][0] < 1
+
+
+def test_a_pass_over_some_layers_counts_no_experts():
+    target = targets("qwen3_moe", torch.float32)[1]
+    target.open([[5, 6, 7]])
+    with torch.inference_mode():
+        target.prefill([[5, 6, 7]], first=0)
+        target.score(TokenTree.from_chain(torch.tensor([[9, 3]])))
+        assert target.touched is not None
+        target.score_early(TokenTree.from_chain(torch.tensor([[9, 3]])), 2)
+        assert target.touched is None

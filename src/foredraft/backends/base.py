@@ -138,6 +138,8 @@ class Backend:
             cache returns, or are kernels.
         warm_up: passes of one kind until they reach their full speed.
         settling: how many passes took longer than later ones of their kind will.
+        touched: how many experts of a layer, on average, some token of the last pass took; None as of :attr:`routing`, or if only some
+            layers were run.
     """
 
     cache: Any
@@ -146,6 +148,7 @@ class Backend:
     pages: Any = None
     warm_up = 0
     settling = 0
+    touched: float | None = None
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         self.facts, self.overrides, self.reasons = facts, overrides, reasons
@@ -184,11 +187,6 @@ class Backend:
     @property
     def routing(self) -> Routing | None:
         """The mixtures of experts of the model; None if there are none, or if nothing counts the experts that a pass touches."""
-        return None
-
-    @property
-    def touched(self) -> float | None:
-        """How many experts of a layer, on average, some token of the last pass took; None as of :attr:`routing`."""
         return None
 
     def forward(self, given: ForwardPass) -> PassOutput:

@@ -172,7 +172,10 @@ class Eager(Backend):
         self.cache.enter(window)
         if direct is not None:
             tree_inputs, context = self._masked(given), self.facts.context
-            return PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part))
+            found = PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part))
+            self.touched = None if given.part is not None else direct.decoder.touched
+            return found
+        self.touched = None
         positions, where, mask = self.positions(tree, window), None, None
         masks = self.call.masks if pages is None else pages.masks
         if not given.uniform_chain:
@@ -202,10 +205,6 @@ class Eager(Backend):
     @property
     def routing(self) -> Routing | None:
         return None if (direct := self.direct) is None else direct.decoder.routing
-
-    @property
-    def touched(self) -> float | None:
-        return None if (direct := self.direct) is None else direct.decoder.touched
 
     def _kernels(self) -> Direct | None:
         """The same, even if something needs the model's own calls."""

@@ -191,7 +191,7 @@ class NativeModel(Override):
 
     @property
     def touched(self) -> float | None:
-        """As of :class:`~foredraft.backends.base.Backend`, if all layers were run."""
+        """Experts of a layer that the last pass touched, on average, if all layers were run; None if nothing counts them."""
         return None
 
     finishes = False  # the model does something to what its LM head returns

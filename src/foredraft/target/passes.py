@@ -89,7 +89,7 @@ class Passes:
 
     @property
     def touched(self) -> float | None:
-        """How many experts of a layer, on average, some token of the last pass took; None as of :attr:`routing`."""
+        """How many experts of a layer, on average, some token of the last whole pass took; None as of :attr:`routing`."""
         return self.backend.touched
 
     @property
