@@ -329,10 +329,10 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
     own = [f"{family.attention}.{name}" for name in (*family.qkv, family.output)]
     groups = {"output": own[-1:], "gate_up": family.wide, "down": (family.down,)} | ({} if family.latent else {"qkv": own[:-1]})
     experts = Experts.of(layer.mlp, packing) if isinstance(getattr(inside.get("mlp.experts"), "down_proj", None), Tensor) else None
-    if isinstance(experts, str):
-        raise Unfit(experts)
     groups = groups if experts is None else {name: names for name, names in groups.items() if name in ("qkv", "output")}
     products = {name: taken(packing, name, [inside[each] for each in names]) for name, names in groups.items()}
+    if isinstance(experts, str):
+        raise Unfit(experts)
     products |= {} if experts is None or experts.shared is None else dict(zip(("gate_up", "down"), experts.shared))
     qkv, down, output = products.get("qkv"), products.get("down"), products["output"]
     if experts is not None and output.dtype != experts.mixture.dtype:
