@@ -557,3 +557,9 @@ def test_a_pass_over_some_layers_counts_no_experts():
         assert target.touched is not None
         target.score_early(TokenTree.from_chain(torch.tensor([[9, 3]])), 2)
         assert target.touched is None
+
+
+def test_packed_weights_that_give_nan_are_refused(monkeypatch):
+    monkeypatch.setattr("foredraft.backends.kernels.difference", lambda *given: float("nan"))
+    with pytest.raises(ConfigurationError, match="packed weights gave logits that differ by nan"):
+        Target(build("qwen3", torch.float32), execution="native")

@@ -74,7 +74,7 @@ class Kernels:
             self.unfused = self._failed
         self.native = self._fusion.native
         self.refused: str | None = None
-        if (found := difference(self._sample(), expected, routed)) is not None and found > explained(self.model):
+        if (found := difference(self._sample(), expected, routed)) is not None and not found <= explained(self.model):  # NaN is refused
             self._fusion.undo()
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"

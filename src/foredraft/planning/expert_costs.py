@@ -58,8 +58,7 @@ class ExpertCosts:
     def more(self, rows: int, nodes: float, plain: float, *, branching: bool = False) -> float:
         """Seconds that such a round takes more than one over random tokens; mostly less than 0. A round of one node per row takes
         ``plain``."""
-        if self.routing is None:
-            return 0.0
+        assert self.routing is not None
         return self.price(rows, plain) * (self.expected(rows, nodes, branching=branching) - self.random(rows * nodes))
 
     def spared(self, rows: int, nodes: float, plain: float, touched: float | None) -> float:
