@@ -305,7 +305,7 @@ static void ready(Worker *w, const Matrix *m, const Routed *r, const value *x, c
 }
 
 /* TILE outputs from o on of n tokens: from `prepared` if the weights are group-quantized, otherwise from x [n, K] */
-static void expert_outputs(const Matrix *m, int o, const value *x, const Prepared *prepared, value *out, int n, int K, const char *after) {
+static void expert_outputs(const Matrix *m, int o, const entry *x, const Prepared *prepared, value *out, int n, int K, const char *after) {
     if (in_groups(m))
         of_groups(m, o, prepared, out, n, K, after);
     else
@@ -314,14 +314,17 @@ static void expert_outputs(const Matrix *m, int o, const value *x, const Prepare
 
 /* A phase: gate and `up`, in chunks of one expert and TILE inner columns */
 static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
-    const int I = e->inner, tiles = I / TILE, all = T * e->chosen, most = in_groups(&e->gate_up) ? crowd_of(H) : WHOLE;
+    const int I = e->inner, tiles = I / TILE, all = T * e->chosen, most = rows_at_once(&e->gate_up, H);
+    const int grouped = in_groups(&e->gate_up);
+    entry room[GAP && !grouped ? ENTRIES(all < most ? all : most, H) : 1];
     for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
         const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
         const int row = (r->experts[i / tiles] * I + o) * 2;
         const char *values_of_up = weights_of(&e->gate_up, row + TILE, H);
         for (int from = 0; from < count; from += most) {
             const int n = count - from < most ? count - from : most;
-            const value *inputs = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;
+            const value *rows = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;
+            const entry *inputs = grouped ? 0 : entries(rows, n, H, room);
             const Prepared prepared = ready_from(r, T == 1 ? 0 : begin + from, all, H);
             value gate[WHOLE * TILE], up[WHOLE * TILE];
             expert_outputs(&e->gate_up, row, inputs, &prepared, gate, n, H, values_of_up);
@@ -354,7 +357,8 @@ static void summed(const Experts *e, const Routed *r, int t, const value *tiles,
 
 /* A phase: `down` of all experts, in chunks of TILE columns; the weighted sums are added to y */
 static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T, int H) {
-    const int I = e->inner, all = T * e->chosen, most = in_groups(&e->down) ? crowd_of(e->width) : all;
+    const int I = e->inner, all = T * e->chosen, most = rows_at_once(&e->down, e->width), grouped = in_groups(&e->down);
+    entry room[GAP && !grouped ? ENTRIES(all < most ? all : most, e->width) : 1];
     for (int i = first(w, H / TILE); i >= 0; i = next(w)) {
         value *tiles = own_tiles(w, e, r, T), *out = tiles + (size_t)all * TILE;
         const int o = i * TILE, active = *r->active;
@@ -363,7 +367,8 @@ static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T
             for (int p = begin; p < begin + count; p += most) {
                 const Prepared prepared = ready_from(r, p, all, e->width);
                 const int n = begin + count - p < most ? begin + count - p : most;
-                expert_outputs(&e->down, expert * H + o, r->thin + (size_t)p * I, &prepared, tiles + (size_t)p * TILE, n, e->width, 0);
+                const entry *inputs = grouped ? 0 : entries(r->thin + (size_t)p * I, n, I, room);
+                expert_outputs(&e->down, expert * H + o, inputs, &prepared, tiles + (size_t)p * TILE, n, e->width, 0);
             }
             for (int p = begin; e->down_bias && p < begin + count; p++) add(tiles + (size_t)p * TILE, e->down_bias + (size_t)expert * H + o, TILE);
         }

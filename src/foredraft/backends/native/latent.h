@@ -53,6 +53,7 @@ static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *q
         const Share s = share_of(p, i, tiles, plain + rest);
         const int last = s.tile == tiles - 1, size = last ? rest : TILE;
         value x[TAKEN], out[TAKEN * TILE / 32];
+        entry room[GAP ? TAKEN + TAKEN / 2 : 1];
         for (int t = 0; t < s.n; t++) {
             const value *query = queries + ((size_t)(s.begin + t) * l->heads + s.head) * (plain + rest);
             if (last)
@@ -61,7 +62,7 @@ static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *q
                 copied(query, x + t * plain, plain);
         }
         const Matrix m = {.values = l->latent->to_latents + (size_t)s.head * rank * plain};
-        if (!last) outputs(&m, s.tile * TILE, x, out, s.n, plain, 0);
+        if (!last) outputs(&m, s.tile * TILE, entries(x, s.n, plain, room), out, s.n, plain, 0);
         for (int t = 0; mine(w) && t < s.n; t++)
             copied(out + t * size, p->projected + ((size_t)(s.begin + t) * l->heads + s.head) * (rank + rest) + s.tile * TILE, size);
     }
@@ -73,9 +74,10 @@ static void sum_values(Worker *w, const Layer *l, const Pass *p, value *out) {
     for (int i = first(w, shares(l, p, tiles, rank)); i >= 0; i = next(w)) {
         const Share s = share_of(p, i, tiles, rank);
         value x[TAKEN], some[TAKEN * TILE / 32];
+        entry room[GAP ? TAKEN + TAKEN / 2 : 1];
         for (int t = 0; t < s.n; t++) copied(p->attended + ((size_t)(s.begin + t) * l->heads + s.head) * rank, x + t * rank, rank);
         const Matrix m = {.values = l->latent->to_values + (size_t)s.head * values * rank};
-        outputs(&m, s.tile * TILE, x, some, s.n, rank, 0);
+        outputs(&m, s.tile * TILE, entries(x, s.n, rank, room), some, s.n, rank, 0);
         for (int t = 0; mine(w) && t < s.n; t++)
             copied(some + t * TILE, out + ((size_t)(s.begin + t) * l->heads + s.head) * values + s.tile * TILE, TILE);
     }

@@ -17,7 +17,8 @@
 
 #define BLOCKS 4 /* blocks of 16 outputs in a tile */
 #define TOKENS 6 /* tokens in a micro-kernel */
-/* Register blocking: the sums of TOGETHER(n) blocks for n tokens fit into registers, and those of ASIDE blocks for WIDE tokens. */
+/* Register blocking: the sums of TOGETHER(n) blocks for n tokens fit into registers, and those of ASIDE blocks for WIDE tokens. In bfloat16
+ * without instructions for it, and without AVX-512, there is halved_tile() instead. */
 #ifdef __AVX512F__
 #define TOGETHER(n) BLOCKS
 #define ASIDE (BLOCKS / 2)

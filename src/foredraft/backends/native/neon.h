@@ -66,6 +66,7 @@ INLINE float32x4_t larger(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq
 INLINE f32 f32_max(f32 x, f32 y) { return PAIRS(f32, larger, x, y); }
 INLINE f32 f32_abs(f32 x) { return EACH(f32, vabsq_f32, x); }
 INLINE f32 f32_fma(f32 x, f32 y, f32 z) { return TRIPLES(f32, vfmaq_f32, z, x, y); }
+INLINE void f32_add_product(f32 *sum, f32 a, const float *x) { *sum = f32_fma(a, f32_of(*x), *sum); }
 INLINE f32 f32_fnma(f32 x, f32 y, f32 z) { return TRIPLES(f32, vfmsq_f32, z, x, y); }
 INLINE f32 f32_nearest(f32 x) { return EACH(f32, vrndnq_f32, x); }
 INLINE f32 f32_pick(lanes m, f32 no, f32 yes) { return TRIPLES(f32, vbslq_f32, spread(m), yes, no); }

@@ -10,6 +10,8 @@
         default: { enum { COUNT = TOKENS }; call; } \
     }
 
+#define UNROLLED _Pragma("GCC unroll 16")
+
 typedef struct Matrix {
     const void *values;   /* packed */
     const void *scale;    /* EIGHTS: [N] in the model's dtype; groups: [N/64][groups][64] */
@@ -28,11 +30,29 @@ typedef struct Matrix {
 #define SIZE(kind) ((kind) == EIGHTS ? sizeof(int8_t) : sizeof(value)) /* bytes of a weight */
 INLINE operand read_weights(const char *p, int kind) { return kind == EIGHTS ? eights((const int8_t *)p) : weights((const value *)p); }
 
+/* An `entry` is an input as products read it. Where they widen one weight of a pair after the other (HALVED), it is a float32. */
 #ifdef HALVED
 INLINE f32 half_of(const char *p, int odd, int kind) {
     return kind == EIGHTS ? half_of_eights((const int8_t *)p, odd) : half_of_weights((const value *)p, odd);
 }
+typedef float entry;
+#define GAP 16 /* entries between rows: with a power of two from row to row, all rows would compete for the same lines of the L1 cache */
+#else
+typedef value entry;
+#define GAP 0
 #endif
+#define ENTRIES(n, K) ((size_t)(n) * ((K) + GAP)) /* of n rows of K inputs */
+
+/* x [n, K] as entries: x itself, or copied to `room`, which has place for ENTRIES(n, K) */
+INLINE const entry *entries(const value *x, int n, int K, entry *room) {
+#ifdef HALVED
+    for (int t = 0; t < n; t++)
+        for (int k = 0; k < K; k += 16) f32_store(room + ENTRIES(t, K) + k, load(x + (size_t)t * K + k));
+    return room;
+#else
+    return (void)n, (void)K, (void)room, x;
+#endif
+}
 
 /* The initial value and the last step of the sums of 16 outputs. torch adds a bias within a product; with a scale per output it rounds, scales,
  * rounds again and then adds the bias. */
@@ -50,6 +70,56 @@ INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
 #include "tiles.h"
 #endif
 
+#ifdef HALVED
+/* `abreast` blocks of 16 outputs from o on, of n tokens; y points to the first output and has rows of N. If `asking`, weights are prefetched
+ * AHEAD bytes before their use. */
+INLINE void halved_tile(const Matrix *m, int o, const entry *x, value *y, int K, int N, int n, int abreast, int asking, int kind) {
+    const size_t block = (size_t)K * 16 * SIZE(kind);
+    const char *w = (const char *)m->values + (size_t)o * K * SIZE(kind);
+    f32 sums[BLOCKS][TOKENS];
+    UNROLLED for (int b = 0; b < abreast; b++)
+        UNROLLED for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16, kind);
+    for (int k = 0; k < K; k += DEPTH, w += DEPTH * 16 * SIZE(kind), x += DEPTH) {
+        if (asking) __builtin_prefetch(w + AHEAD);
+        UNROLLED for (int odd = 0; odd < DEPTH; odd++)
+            UNROLLED for (int b = 0; b < abreast; b++) {
+                const f32 w_k = half_of(w + b * block, odd, kind);
+                UNROLLED for (int t = 0; t < n; t++) f32_add_product(&sums[b][t], w_k, x + ENTRIES(t, K) + odd);
+            }
+    }
+    UNROLLED for (int b = 0; b < abreast; b++)
+        UNROLLED for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16, kind));
+}
+
+/* Not inlined: within a larger function compilers run out of registers. */
+#define HALVED_TILE(name, n, abreast, asking, kind) \
+    static __attribute__((noinline)) void name(const Matrix *m, int o, const entry *x, value *y, int K, int N) { \
+        halved_tile(m, o, x, y, K, N, n, abreast, asking, kind); \
+    }
+#define HALVED_TILES(n) \
+    HALVED_TILE(asking_##n, n, 1, 1, VALUES) HALVED_TILE(again_##n, n, 1, 0, VALUES) \
+    HALVED_TILE(asking_eights_##n, n, 1, 1, EIGHTS) HALVED_TILE(again_eights_##n, n, 1, 0, EIGHTS)
+HALVED_TILE(alone, 1, BLOCKS, 0, VALUES)
+HALVED_TILE(alone_eights, 1, BLOCKS, 0, EIGHTS)
+HALVED_TILES(1) HALVED_TILES(2) HALVED_TILES(3) HALVED_TILES(4) HALVED_TILES(5) HALVED_TILES(6)
+
+/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not for group-quantized weights. Rounds of up to TOKENS tokens go over
+ * the same block of weights. The first round prefetches as it reads, beyond the end of the block, too. */
+static void outputs(const Matrix *m, int o, const entry *x, value *out, int T, int K, const char *after) {
+#define OF(name) {name##_1, name##_2, name##_3, name##_4, name##_5, name##_6}
+    static void (*const tiles[2][2][TOKENS])(const Matrix *, int, const entry *, value *, int, int) = {
+        {OF(again), OF(asking)}, {OF(again_eights), OF(asking_eights)}};
+    const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds, N = BLOCKS * 16;
+    (void)after;
+    if (T == 1) {
+        (m->kind == EIGHTS ? alone_eights : alone)(m, o, x, out, K, N);
+        return;
+    }
+    for (int b = 0; b < BLOCKS; b++)
+        for (int t = 0; t < T; t += each)
+            tiles[m->kind == EIGHTS][t == 0][(T - t < each ? T - t : each) - 1](m, o + b * 16, x + ENTRIES(t, K), out + t * N + b * 16, K, N);
+}
+#else
 /* BLOCKS * 16 outputs from o on, of n tokens; y points to the first of them and has rows of N */
 INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int kind) {
     const size_t block = (size_t)K * 16 * SIZE(kind);
@@ -162,51 +232,12 @@ INLINE void part(const char *w, size_t block, const value *x, float *sums_so_far
     }
 }
 
-#ifdef HALVED
-/* The same with float32 inputs [n, STEP], and with one weight of each pair after the other: accumulators for TOKENS tokens and both weights do
- * not fit into registers. */
-INLINE void halved_part(const char *w, size_t block, const float *x, float *sums_so_far, int n, int steps, const char *next, int from,
-                        int lines, int kind) {
-    for (int b = 0; b < BLOCKS; b++, w += block, sums_so_far += 16) {
-        f32 sums[TOKENS];
-        for (int t = 0; t < n; t++) sums[t] = f32_load(sums_so_far + t * BLOCKS * 16);
-        for (int k = 0; k < steps; k += GROUP * DEPTH) {
-            for (int i = 0; b == 0 && i < lines; i++, from++) __builtin_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE);
-            for (int j = k; j < k + GROUP * DEPTH; j += DEPTH)
-                for (int odd = 0; odd < DEPTH; odd++) {
-                    const f32 w_k = half_of(w + (size_t)j * 16 * SIZE(kind), odd, kind);
-                    for (int t = 0; t < n; t++) sums[t] = f32_fma(w_k, f32_of(x[t * STEP + j + odd]), sums[t]);
-                }
-        }
-        for (int t = 0; t < n; t++) f32_store(sums_so_far + t * BLOCKS * 16, sums[t]);
-    }
-}
-
-/* Not inlined: within a larger function compilers run out of registers. */
-static __attribute__((noinline)) void halved_values(const char *w, size_t block, const float *x, float *sums, int n, int steps, const char *next, int from,
-                                                    int lines) {
-    FOR_KNOWN(n, halved_part(w, block, x, sums, COUNT, steps, next, from, lines, VALUES))
-}
-
-static __attribute__((noinline)) void halved_eights(const char *w, size_t block, const float *x, float *sums, int n, int steps, const char *next, int from,
-                                                    int lines) {
-    FOR_KNOWN(n, halved_part(w, block, x, sums, COUNT, steps, next, from, lines, EIGHTS))
-}
-#endif
-
 static void some_parts(const char *w, size_t block, const value *x, float *sums, int K, int n, int steps, const char *next, int from,
                        int lines, int kind) {
-#ifdef HALVED
-    float wide[TOKENS * STEP];
-    for (int t = 0; t < n; t++)
-        for (int k = 0; k < steps; k += 16) f32_store(wide + t * STEP + k, load(x + (size_t)t * K + k));
-    (kind == EIGHTS ? halved_eights : halved_values)(w, block, wide, sums, n, steps, next, from, lines);
-#else
     if (kind == EIGHTS)
         FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines, EIGHTS))
     else
         FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines, VALUES))
-#endif
 }
 
 /* BLOCKS * 16 outputs from o on, of T <= MANY tokens. The weights of STEP inputs stay in the L1 cache for all tokens while the next ones are
@@ -232,14 +263,6 @@ static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T,
             store(y + (size_t)t * N + b * 16, ended(f32_load(sums + (t * BLOCKS + b) * 16), m, o + b * 16, kind));
 }
 
-INLINE void copied(const value *from, value *to, int size) {
-    for (int i = 0; i < size; i += 16) store(to + i, load(from + i));
-}
-
-INLINE void add(value *x, const value *y, int size) {
-    for (int i = 0; i < size; i += 16) store(x + i, f32_add(load(x + i), load(y + i)));
-}
-
 /* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not for group-quantized weights */
 static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
     enum { WIDTH = BLOCKS * 16 };
@@ -250,10 +273,6 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
         return;
     }
 #endif
-#ifdef HALVED
-    for (int t = 0; T > WIDE && t < T; t += MANY) many_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, T - t < MANY ? T - t : MANY, K, WIDTH, after);
-    if (T > WIDE) return;
-#endif
     if (T > FEW(m->kind) && T <= SOME)
         wide_tokens(m, o, x, out, T, K, WIDTH, after);
     else if (T > SOME && T <= MANY)
@@ -261,19 +280,36 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     else
         for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, K, WIDTH, T - t < each ? T - t : each);
 }
+#endif /* HALVED */
+
+INLINE void copied(const value *from, value *to, int size) {
+    for (int i = 0; i < size; i += 16) store(to + i, load(from + i));
+}
+
+INLINE void add(value *x, const value *y, int size) {
+    for (int i = 0; i < size; i += 16) store(x + i, f32_add(load(x + i), load(y + i)));
+}
+
+/* How many rows of K inputs a product takes at a time */
+INLINE int rows_at_once(const Matrix *m, int K) {
+    const int fit = GAP ? ROOM / (int)(ENTRIES(1, K) * sizeof(entry)) : WHOLE;
+    return in_groups(m) ? crowd_of(K) : fit < 1 ? 1 : fit < WHOLE ? fit : WHOLE;
+}
 
 /* A phase: y [T, N] = x [T, K] W^T + bias, or with `adding` y += that; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
-    const int grouped = in_groups(m), most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
-    const int tiles = N / WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * segments(K);
+    const int grouped = in_groups(m), most = rows_at_once(m, K), parts = (T + most - 1) / most, prepares = grouped || GAP;
+    const int tiles = N / WIDTH, rows = T < most ? T : most, crowd = grouped ? rows : 0, rest = crowd * segments(K);
     given inputs[ROUNDS * rest + 1];
     Part numbers[2 * crowd * (K / 16) + 1];
     uint8_t twice[grouped ? K / 16 : 1];
+    entry room[GAP && !grouped ? ENTRIES(rows, K) : 1];
+    const entry *read = 0;
     const Prepared prepared = {inputs, numbers, twice, rest};
     const Matrix *before = 0;
     for (int i = first_in_range(w, tiles * parts), tokens = 0; i >= 0; i = next(w)) {
-        const int o = (grouped ? i % tiles : i / parts) * WIDTH, from = (grouped ? i / tiles : i % parts) * most;
+        const int o = (prepares ? i % tiles : i / parts) * WIDTH, from = (prepares ? i / tiles : i % parts) * most;
         const int n = T - from < most ? T - from : most;
         value out[WHOLE * WIDTH], *to = y + (size_t)from * N + o;
         for (int t = 0; t < n; t++)
@@ -285,8 +321,11 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
             if (here != before || from != tokens) prepare(here, x + (size_t)from * K, 0, K, n, K, &prepared);
             of_groups(here, row, &prepared, out, n, K, row + WIDTH < here->outputs ? weights_of(here, row + WIDTH, K) : 0);
             before = here, tokens = from;
-        } else
-            outputs(m, o, x + (size_t)from * K, out, n, K, o + WIDTH < N ? weights_of(m, o + WIDTH, K) : 0);
+        } else {
+            if (!read || from != tokens) read = entries(x + (size_t)from * K, n, K, room);
+            outputs(m, o, read, out, n, K, o + WIDTH < N ? weights_of(m, o + WIDTH, K) : 0);
+            tokens = from;
+        }
         if (!mine(w)) continue;
         for (int t = 0; t < n; t++)
             if (adding)

@@ -77,7 +77,7 @@ INLINE operand eights(const int8_t *p) {
     return (operand){i32_to_f32(i32_right_signed(i32_left(pairs, 24), 24)), i32_to_f32(i32_right_signed(i32_left(pairs, 16), 24))};
 }
 #ifndef __AVX512F__
-#define HALVED /* see halved_part in products.h, which reads either the even or the odd elements of a pair */
+#define HALVED /* products read the even and the odd elements of pairs one after the other: products.h */
 INLINE f32 half_of_weights(const value *p, int odd) {
     const i32 pairs = i32_load(p);
     return i32_as_f32(odd ? i32_and(pairs, i32_of(0xffff0000)) : i32_left(pairs, 16));

@@ -145,6 +145,13 @@ INLINE f32 f32_abs(f32 x) {
     return BOTH(f32, _mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high));
 }
 INLINE f32 f32_fma(f32 a, f32 b, f32 c) { return BOTH(f32, _mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)); }
+/* *sum += a times *x. In assembler, since compilers move sums to other registers and then to memory. */
+INLINE void f32_add_product(f32 *sum, f32 a, const float *x) {
+    __m256 b;
+    __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %2, %3, %0\n\tvfmadd231ps %2, %4, %1"
+            : "+x"(sum->low), "+x"(sum->high), "=&x"(b)
+            : "x"(a.low), "x"(a.high), "m"(*x));
+}
 INLINE f32 f32_fnma(f32 a, f32 b, f32 c) { return BOTH(f32, _mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)); }
 INLINE f32 f32_nearest(f32 x) {
     return BOTH(f32, _mm256_round_ps(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
