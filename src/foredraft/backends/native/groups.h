@@ -54,9 +54,9 @@ INLINE f32 in_order(const Matrix *m, const value *x, int k) {
     return load(some);
 }
 
-/* The end of the part that begins with input k */
-INLINE int part_end(const Matrix *m, int k, int K) {
-    const int group = (k / m->group + 1) * m->group, segment = (k / SEGMENT + 1) * SEGMENT, end = group < segment ? group : segment;
+/* The end of the part that begins with input k, in a group that ends with `group_end` */
+INLINE int part_end(int k, int group_end, int K) {
+    const int segment_end = (k / SEGMENT + 1) * SEGMENT, end = group_end < segment_end ? group_end : segment_end;
     return end < K ? end : K;
 }
 
@@ -89,6 +89,7 @@ INLINE sum gathered_digit(sum s, digit w, const given *x) {
     return (sum){i32_add_bytes(s.low, w, (const int8_t *)x), i32_add_bytes(s.high, w, (const int8_t *)x + 4)};
 }
 INLINE sum begun_sum(i32 zero, whole inputs) { return (sum){i32_mul(zero, i32_of(-inputs)), i32_zero()}; }
+INLINE sum begun_alike(int zero, whole inputs) { return (sum){i32_of(-zero * inputs), i32_zero()}; }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(i32_add(s.low, i32_left(s.high, 8))); }
 #elif defined(BF16)
 typedef int16_t given;
@@ -114,6 +115,7 @@ INLINE digit six_digits(const uint32_t *words, int j) {
 }
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
+INLINE sum begun_alike(int zero, whole inputs) { return i32_of(-zero * inputs); }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(s); }
 #else
 typedef float given;
@@ -138,6 +140,7 @@ INLINE digit six_digits(const uint32_t *words, int j) {
 }
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return f32_fma(w, f32_of(*x), so_far); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return f32_mul(i32_to_f32(zero), f32_of(-inputs)); }
+INLINE sum begun_alike(int zero, whole inputs) { return f32_of(-zero * inputs); }
 INLINE f32 ended_sum(sum s) { return s; }
 #endif
 
@@ -235,9 +238,10 @@ INLINE int crowd_of(int K) {
 /* Prepare n tokens of x [.., stride]: the rows numbered `rows`, or the first n if that is null */
 static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
     Part *parts = p->parts;
-    for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
+    for (int k = 0, end, number = 0, group_end = m->group; k < K; k = end, number++, parts += 2 * n) {
         uint8_t again[CROWD], any = 0;
-        end = part_end(m, k, K);
+        end = part_end(k, group_end, K);
+        if (end == group_end) group_end += m->group;
         for (int t = 0; t < n; t++) {
             given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
             any |= again[t] = prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t);
@@ -255,11 +259,12 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
  * `mins` at `above`. Unless null, as many words from `soon` on are prefetched. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, const char *soon) {
-    const int count = INPUTS_OF(kind);
+    const int count = INPUTS_OF(kind), alike = m->mins || !m->zeros, zero = (m->mins ? 0 : m->zero) + OFFSET(kind);
     for (int c = 0; c < BLOCKS; c += ABREAST(n)) {
         sum sums[BLOCKS][TOKENS];
         for (int b = 0; b < ABREAST(n); b++)
-            for (int t = 0; t < n; t++) sums[b][t] = begun_sum(i32_add(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), i32_of(OFFSET(kind))), parts[t].sum);
+            for (int t = 0; t < n; t++)
+                sums[b][t] = alike ? begun_alike(zero, parts[t].sum) : begun_sum(i32_add(zeros(m, at + (c + b) * 16), i32_of(OFFSET(kind))), parts[t].sum);
         for (int k = 0; k < steps; k += count) {
             const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
             for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
@@ -287,39 +292,47 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
     }
 }
 
-static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals,
-                          int steps, int n, const char *soon) {
-    if (m->kind == GROUPS_OF_FOUR)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_FOUR, soon))
-    else if (m->kind == GROUPS_OF_EIGHT)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_EIGHT, soon))
-    else if (m->kind == GROUPS_OF_SIX)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_SIX, soon))
-    else
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, soon))
+/* Add all parts of n tokens, of which t is the first of `all` prepared ones, to totals [n, OUTPUTS], which are of the outputs from o on. Unless
+ * null, `after` has the words that are read next. */
+INLINE void of_tokens(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n, int kind) {
+    const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
+    const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(kind, K);
+    const char *last = (const char *)(words + WORDS_OF(kind, K) * OUTPUTS);
+    const Part *parts = p->parts + t;
+    size_t at = (size_t)o * groups, above = (size_t)o * shared;
+    for (int k = 0, end, number = 0, group_end = m->group, nested = 0; k < K; k = end, number++, parts += 2 * all) {
+        const given *x = p->inputs + ((size_t)k / SEGMENT * all + t) * SEGMENT + k % SEGMENT;
+        const char *soon = (const char *)words + SOON;
+        if (soon >= last) soon = after ? after + (soon - last) : 0;
+        end = part_end(k, group_end, K);
+        for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
+            of_part(m, at, above, words, x + i * p->rest, parts + i * all, totals, end - k, n, kind, i == 0 && t == 0 ? soon : 0);
+        words += WORDS_OF(kind, end - k) * OUTPUTS;
+        if (end < group_end) continue;
+        group_end += m->group, at += OUTPUTS;
+        if (shared && ++nested == m->nested) nested = 0, above += OUTPUTS;
+    }
 }
+
+/* Not inlined: within a larger function compilers run out of registers. */
+#define OF_TOKENS(name, kind) \
+    static __attribute__((noinline)) void name(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n) { \
+        FOR_KNOWN(n, of_tokens(m, o, p, t, all, totals, K, after, COUNT, kind)) \
+    }
+OF_TOKENS(of_fours, GROUPS_OF_FOUR)
+OF_TOKENS(of_eights, GROUPS_OF_EIGHT)
+OF_TOKENS(of_sixes, GROUPS_OF_SIX)
+OF_TOKENS(of_floats, GROUPS_OF_E2M1)
 
 /* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS]. Unless null, `after` has the words that are read next. */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K, const char *after) {
-    const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
-    const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(m->kind, K);
-    const char *last = (const char *)(words + WORDS_OF(m->kind, K) * OUTPUTS);
-    const Part *parts = p->parts;
     float totals[CROWD * OUTPUTS];
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) f32_store(totals + t * OUTPUTS + b, begun(m, o + b, m->kind));
-    for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
-        const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
-        const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
-        const char *soon = (const char *)(words + WORDS_OF(m->kind, k) * OUTPUTS) + SOON;
-        if (soon >= last) soon = after ? after + (soon - last) : 0;
-        end = part_end(m, k, K);
-        for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
-            for (int t = 0; t < n; t += each)
-                of_known_part(m, at, above, words + WORDS_OF(m->kind, k) * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
-                              totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0 ? soon : 0);
-    }
+    for (int t = 0; t < n; t += each)
+        (m->kind == GROUPS_OF_FOUR ? of_fours : m->kind == GROUPS_OF_EIGHT ? of_eights : m->kind == GROUPS_OF_SIX ? of_sixes : of_floats)(
+            m, o, p, t, n, totals + t * OUTPUTS, K, after, n - t < each ? n - t : each);
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) store(y + t * OUTPUTS + b, f32_load(totals + t * OUTPUTS + b));
 }
