@@ -697,14 +697,11 @@ FAULTS = [
     Fault("connections.py", "if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:", "if True:", SERVE),
     Fault("protect.py", 'state["key"] or str((scope.get("client") or ("",))[0])', 'state["key"] or ""', THREADS),
     # -- the audit of a server
-    Fault(
-        "groups.h",
-        "(size_t)o * groups + k / m->group * OUTPUTS",
-        "(size_t)o * groups + (k >= m->group ? k / m->group - 1 : 0) * OUTPUTS",
-        GROUPS,
-    ),
-    Fault("groups.h", "+ k / m->group / m->nested * OUTPUTS", "", GROUPS),
+    Fault("groups.h", "group_end += m->group, at += OUTPUTS;", "group_end += m->group, at += k ? OUTPUTS : 0;", GROUPS),
+    Fault("groups.h", "nested = 0, above += OUTPUTS;", "nested = 0;", GROUPS),
+    Fault("groups.h", "words += WORDS_OF(kind, end - k) * OUTPUTS;", "words += WORDS_OF(kind, m->group) * OUTPUTS;", GROUPS),
     Fault("groups.h", "return i32_mul(zero, i32_of(-inputs));", "return i32_zero();", GROUPS + VECTORS),  # not where VNNI is used
+    Fault("groups.h", "return i32_of(-zero * inputs);", "return i32_zero();", GROUPS + VECTORS),  # likewise
     Fault("groups.h", "(exponent < 15 ? 15 : exponent) - 14,", "(exponent < 15 ? 15 : exponent) - 7,", GROUPS),
     Fault("groups.h", "(largest + 0x10000) >> 23", "largest >> 23", VECTORS),
     Fault("groups.h", "if (!finite) part->scale", "if (0) part->scale", GROUPS),
@@ -714,6 +711,8 @@ FAULTS = [
     Fault("groups.h", "if (left * 4 <= end - k || place", "if (1 || place", GROUPS),
     Fault("groups.h", "            parts[n + t] = (Part){0};\n", "", GROUPS),
     Fault("products.h", "if (here != before || from != tokens) prepare(", "if (!before) prepare(", GROUPS),
+    Fault("products.h", "if (!read || from != tokens) read", "if (!read) read", KERNELS),  # in bfloat16, without AVX-512
+    Fault("products.h", "half_of(w + b * block, odd, kind)", "half_of(w + b * block, 0, kind)", KERNELS),  # likewise
     Fault("groups.h", "(word) * 4 + (nibble) % 2 * 2)", "(word) * 4)", GROUPS),
     Fault("groups.h", "UPPER_OF(j / 8, j % 8 / 4)", "UPPER_OF(j / 8, 0)", VECTORS),
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),

@@ -59,6 +59,18 @@ def test_products(outputs, inputs, bias, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_gets_the_same_bits_among_any_number(dtype):
+    """Also among so many that their inputs do not fit into a thread's memory at once."""
+    product = Product([torch.nn.Linear(4096, 100, bias=False).to(dtype)], NATIVE)
+    x = torch.randn(600, 4096).to(dtype)
+    with torch.inference_mode():
+        alone = torch.cat([product(token[None]) for token in x])
+        for tokens in (2, 3, 4, 5, 6, 7, 11, 48, 49, 130, 600):
+            assert torch.equal(product(x[:tokens]), alone[:tokens]), tokens
+
+
+@needs_kernels
 def test_the_name_of_an_execution_says_which_layout_is_taken():
     for execution, layers in (("packed", 0), ("native", 3), ("auto", 3)):
         target = Target(build("qwen3", torch.float32), execution=execution, owned=True)
