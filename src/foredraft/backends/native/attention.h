@@ -19,21 +19,29 @@ static void packed_keys(const value *keys, int count, int size, int whole, value
 }
 
 /* Dot products of n queries with KEYS packed keys, in float32 */
-INLINE void scored(const value *keys, const value *queries, float *scores, int size, int n) {
+INLINE void scored(const value *keys, const entry *queries, float *scores, int size, int n) {
     for (int c = 0; c < KEYS; c += TOGETHER(n) * 16, keys += TOGETHER(n) * 16 * size, scores += TOGETHER(n) * 16) {
         f32 sums[BLOCKS][TOKENS];
         for (int b = 0; b < TOGETHER(n); b++)
-            for (int t = 0; t < n; t++) sums[b][t] = f32_zero();
+            UNROLLED for (int t = 0; t < n; t++) sums[b][t] = f32_zero();
         for (int d = 0; d < size; d += DEPTH) {
+#ifdef HALVED
+            UNROLLED for (int odd = 0; odd < DEPTH; odd++)
+                for (int b = 0; b < TOGETHER(n); b++) {
+                    const f32 k = half_of_weights(keys + (size_t)b * 16 * size + d * 16, odd);
+                    UNROLLED for (int t = 0; t < n; t++) f32_add_product(&sums[b][t], k, queries + t * size + d + odd);
+                }
+#else
             operand k[BLOCKS];
             for (int b = 0; b < TOGETHER(n); b++) k[b] = weights(keys + (size_t)b * 16 * size + d * 16);
             for (int t = 0; t < n; t++) {
                 operand q = input(queries + t * size + d);
                 for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], k[b], q);
             }
+#endif
         }
         for (int b = 0; b < TOGETHER(n); b++)
-            for (int t = 0; t < n; t++) f32_store(scores + t * KEYS + b * 16, sums[b][t]);
+            UNROLLED for (int t = 0; t < n; t++) f32_store(scores + t * KEYS + b * 16, sums[b][t]);
     }
 }
 
@@ -65,7 +73,7 @@ INLINE void gathered_all(const float *probabilities, const value *values, float 
     if (d < size) gathered(chances, values, sums, count, size, n, d, 1, next);
 }
 
-static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
+static void some_scored(const value *keys, const entry *queries, float *scores, int size, int n) {
     FOR_KNOWN(n, scored(keys, queries, scores, size, COUNT))
 }
 
@@ -203,7 +211,8 @@ typedef struct {
     int row, head, first, n, wide; /* `wide`: size of a value */
     float *scores;              /* [n, KEYS] */
     float *sums, *most, *total; /* [n, wide] sums of values, [n] largest score so far, [n] sums of probabilities; contiguous */
-    value *packed, *queries;    /* [KEYS, size], [n, size] */
+    value *packed;              /* [KEYS, size] */
+    entry *queries;             /* [n, size] */
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
     int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
@@ -373,10 +382,10 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
     c.keys = a->row_keys ? a->row_keys[row] : a->keys, c.values = a->row_keys ? a->row_values[row] : a->values;
     c.head_stride = a->row_keys ? a->head_strides[row] : a->head_stride;
     c.scores = own_scratch(w, l, p);
-    c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = c.packed + KEYS * size;
+    c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = (entry *)(c.packed + KEYS * size);
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        copied(p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size, c.queries + i * size, size);
+        put_entries(p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size, c.queries + i * size, size);
         c.seen[i] = a->mask ? a->mask + row * p->mask_row_stride + node * p->mask_stride : 0;
         c.slots[i] = a->slots[a->by_row ? row : begin + node];
         if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;

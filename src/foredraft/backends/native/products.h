@@ -43,11 +43,18 @@ typedef value entry;
 #endif
 #define ENTRIES(n, K) ((size_t)(n) * ((K) + GAP)) /* of n rows of K inputs */
 
+INLINE void put_entries(const value *x, entry *to, int K) {
+#ifdef HALVED
+    for (int k = 0; k < K; k += 16) f32_store(to + k, load(x + k));
+#else
+    for (int k = 0; k < K; k += 16) store(to + k, load(x + k));
+#endif
+}
+
 /* x [n, K] as entries: x itself, or copied to `room`, which has place for ENTRIES(n, K) */
 INLINE const entry *entries(const value *x, int n, int K, entry *room) {
 #ifdef HALVED
-    for (int t = 0; t < n; t++)
-        for (int k = 0; k < K; k += 16) f32_store(room + ENTRIES(t, K) + k, load(x + (size_t)t * K + k));
+    for (int t = 0; t < n; t++) put_entries(x + (size_t)t * K, room + ENTRIES(t, K), K);
     return room;
 #else
     return (void)n, (void)K, (void)room, x;
