@@ -29,7 +29,8 @@ from foredraft.tree import Proposal, TokenTree
 BUDGET = 2.0  # seconds that a first measurement may take
 RECORDING = 2  # times as long where passes are recorded: a recording takes as long as five passes or so without one
 PROMPT = 16  # tokens in the cache while it is made; too few to be found again as the beginning of another text
-LONGER = 8  # times as many, to see what a longer context costs
+READ = 256  # tokens of all rows together at most: reading must leave time to measure
+LONGER = 8  # times as many as `PROMPT`, to see what a longer context costs
 REPEATS = 7
 SIZES = (1, 5, 12, 2, 13, 8, 3, 16, 24, 25, 32, 64)  # nodes per row, the root included, most important first; kernels take 12 together
 WIDTHS = (4, 12)  # nodes of a level of a draft, besides 1
@@ -350,7 +351,7 @@ class Measurement:
         self.touched: dict[int, list[float]] = {}  # experts of a layer that passes over so many nodes touched
         contexts = [each.trained for each in (target, *drafter.draft_models) if each.trained is not None]
         room = min(contexts, default=10**9) - largest.nodes - 1
-        self.prompt = max(1, min(PROMPT, room))
+        self.prompt = max(1, min(PROMPT, READ // rows, room))
         self.longer = min(PROMPT * LONGER, room)
         self.unread = 0  # tokens that a draft reads besides in "unread"
         self.warm_ups = 1 + max(each.warm_up for each in (target, *drafter.draft_models))
