@@ -87,7 +87,7 @@ INLINE void halved_tile(const Matrix *m, int o, const entry *x, value *y, int K,
     UNROLLED for (int b = 0; b < abreast; b++)
         UNROLLED for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16, kind);
     for (int k = 0; k < K; k += DEPTH, w += DEPTH * 16 * SIZE(kind), x += DEPTH) {
-        if (asking) __builtin_prefetch(w + AHEAD);
+        UNROLLED for (int b = 0; asking && b < abreast; b++) __builtin_prefetch(w + b * block + AHEAD);
         UNROLLED for (int odd = 0; odd < DEPTH; odd++)
             UNROLLED for (int b = 0; b < abreast; b++) {
                 const f32 w_k = half_of(w + b * block, odd, kind);
@@ -108,6 +108,7 @@ INLINE void halved_tile(const Matrix *m, int o, const entry *x, value *y, int K,
     HALVED_TILE(asking_eights_##n, n, 1, 1, EIGHTS) HALVED_TILE(again_eights_##n, n, 1, 0, EIGHTS)
 HALVED_TILE(alone, 1, BLOCKS, 0, VALUES)
 HALVED_TILE(alone_eights, 1, BLOCKS, 0, EIGHTS)
+HALVED_TILE(two, 2, 2, 1, VALUES) HALVED_TILE(two_eights, 2, 2, 1, EIGHTS) /* two streams are read faster than one */
 HALVED_TILES(1) HALVED_TILES(2) HALVED_TILES(3) HALVED_TILES(4) HALVED_TILES(5) HALVED_TILES(6)
 
 /* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not for group-quantized weights. Rounds of up to TOKENS tokens go over
@@ -118,10 +119,9 @@ static void outputs(const Matrix *m, int o, const entry *x, value *out, int T, i
         {OF(again), OF(asking)}, {OF(again_eights), OF(asking_eights)}};
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds, N = BLOCKS * 16;
     (void)after;
-    if (T == 1) {
-        (m->kind == EIGHTS ? alone_eights : alone)(m, o, x, out, K, N);
-        return;
-    }
+    if (T == 1) (m->kind == EIGHTS ? alone_eights : alone)(m, o, x, out, K, N);
+    for (int b = 0; T == 2 && b < BLOCKS; b += 2) (m->kind == EIGHTS ? two_eights : two)(m, o + b * 16, x, out + b * 16, K, N);
+    if (T <= 2) return;
     for (int b = 0; b < BLOCKS; b++)
         for (int t = 0; t < T; t += each)
             tiles[m->kind == EIGHTS][t == 0][(T - t < each ? T - t : each) - 1](m, o + b * 16, x + ENTRIES(t, K), out + t * N + b * 16, K, N);
