@@ -711,6 +711,8 @@ FAULTS = [
     Fault("groups.h", "if (left * 4 <= end - k || place", "if (1 || place", GROUPS),
     Fault("groups.h", "            parts[n + t] = (Part){0};\n", "", GROUPS),
     Fault("products.h", "if (here != before || from != tokens) prepare(", "if (!before) prepare(", GROUPS),
+    Fault("products.h", "T == 2 && b < BLOCKS; b += 2", "T == 2 && b < BLOCKS; b += 4", KERNELS),  # in bfloat16, without AVX-512
+    Fault("costs.py", "min(PROMPT, READ // rows, room)", "min(PROMPT, room)", COSTS),
     Fault("products.h", "if (!read || from != tokens) read", "if (!read) read", KERNELS),  # in bfloat16, without AVX-512
     Fault("products.h", "half_of(w + b * block, odd, kind)", "half_of(w + b * block, 0, kind)", KERNELS),  # likewise
     Fault("groups.h", "(word) * 4 + (nibble) % 2 * 2)", "(word) * 4)", GROUPS),

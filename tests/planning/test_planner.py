@@ -394,7 +394,14 @@ def test_a_slow_model_is_measured_at_fewer_sizes_within_the_budget():
 def test_many_rows_are_measured_within_the_budget():
     """Where a token takes 5 ms, reading 16 of each would take five seconds."""
     clock, costs = Clock(), CostModel()
-    measure(costs, TimedTarget(clock, lambda rows, nodes: 5e-3 * rows * nodes), PromptLookup(), rows=64, largest=largest_shape(branches=False), clock=clock)
+    measure(
+        costs,
+        TimedTarget(clock, lambda rows, nodes: 5e-3 * rows * nodes),
+        PromptLookup(),
+        rows=64,
+        largest=largest_shape(branches=False),
+        clock=clock,
+    )
     assert costs.spent <= 2.0 + 0.4 and costs.target.at(64, 1) == pytest.approx(0.32)
 
 
