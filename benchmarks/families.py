@@ -31,7 +31,9 @@ from foredraft.estimates import Spread, turned
 
 COPIES, FIRST, INT4 = "copies", "first token", "int4"
 OURS, OUR_LOOKUP, OUR_INT4, THEIR_INT4 = "foredraft plain", "foredraft lookup, auto", "foredraft plain, int4", "llamacpp plain, int4"
-VLLM = "vllm plain"
+HEAD = f"{INT4}, head in int8"
+OUR_HEAD = f"foredraft plain, {HEAD}"
+VLLM, OPENVINO = "vllm plain", "openvino"
 DTYPE, BITS = "bfloat16", "q4_0"
 PROMPTS, PROMPT, COPIED = 2, 48, 96  # of a scenario; tokens of a prompt, and of one that is copied from
 ROWS = 16
@@ -101,15 +103,19 @@ def copying_methods(settings: Settings) -> list[Method]:
 
 
 def narrow_methods(settings: Settings) -> list[Method]:
-    """The file that llama.cpp makes is read on both sides."""
-    if "llamacpp" not in settings.peers:
-        return []
-    file = (("gguf_file", f"../llamacpp/{BITS}.gguf"),)
-    return [
-        Method("llamacpp", PLAIN, INT4, weights=BITS),
-        Method(FOREDRAFT, PLAIN),
-        Method(FOREDRAFT, PLAIN, INT4, options=file, weights=BITS),
-    ]
+    """The file that llama.cpp makes is read on both sides; beside OpenVINO, each side makes its own weights."""
+    found = []
+    if "llamacpp" in settings.peers:
+        file = (("gguf_file", f"../llamacpp/{BITS}.gguf"),)
+        found += [
+            Method("llamacpp", PLAIN, INT4, weights=BITS),
+            Method(FOREDRAFT, PLAIN),
+            Method(FOREDRAFT, PLAIN, INT4, options=file, weights=BITS),
+        ]
+    if OPENVINO in settings.peers:
+        found += [replace(each, setting=f"{each.setting}, {HEAD}", weights=INT4) for each in theirs(settings, OPENVINO, PLAIN)]
+        found.append(Method(FOREDRAFT, PLAIN, HEAD, options=(("quantization", INT4), ("head", "int8")), weights=INT4))
+    return found
 
 
 def plain_cells(settings: Settings, made: Made, methods: Sequence[Method]) -> Iterator[Cell]:
@@ -292,7 +298,8 @@ class Families(PeerSuite[Settings]):
             "the best of its settings. Peers' plain decoding is not repeated on text that copies. Bytes of a pass are those of the weights "
             f"that it reads, of experts the active ones. Where the best peer is above {NEAR} of read bandwidth, plain decoding is to be at "
             f"{ENOUGH} of it, and not below the peer.",
-            f"{INT4}: llama.cpp's {BITS.upper()} file, which both sides read, its output layer in six bits; bytes are those of the file.",
+            f"{INT4}: llama.cpp's {BITS.upper()} file, which both sides read, its output layer in six bits; bytes are those of the file. "
+            "Beside OpenVINO both sides make four bits in groups of 32, and an output layer in eight bits with a scale per row.",
             missing(self),
             memory(self),
             quiet(self),
@@ -359,6 +366,9 @@ class Findings:
             name = f"{INT4} over {DTYPE}, plain tokens/s, of the quotient of bytes read ({1 / factor:.2f})"
             yield self.over(name, INT4, decoding, OUR_INT4, [OURS], low=FOUR_BITS, factor=factor)
         yield self.over(f"{INT4} over llama.cpp's, plain tokens/s, same file", INT4, decoding, OUR_INT4, [THEIR_INT4], low=FOUR_BITS_OVER)
+        theirs = [name for name in peers if name.startswith(OPENVINO) and name.endswith(HEAD)]
+        name = f"{INT4} over OpenVINO's, plain tokens/s, same groups, head in int8"
+        yield self.over(name, INT4, decoding, OUR_HEAD, theirs, low=FOUR_BITS_OVER)
         yield self.over("auto drafting over plain, text that cannot be guessed", TEXT, rate, OUR_LOOKUP, [OURS], low=GUESSING)
 
     def pass_seconds(self, method: str, nodes: int) -> dict[int, float]:

@@ -34,7 +34,7 @@ class Engine:
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
     ) -> dict[str, Any]:
         """``options``: ``drafter`` ``NAME[:SOURCE][;KEY=VALUE...]`` where the mode is none of plain, draft and lookup, ``shape``,
-        ``rule``, ``execution``, ``gguf_file``."""
+        ``rule``, ``execution``, ``gguf_file``, and ``quantization``, also of the ``head``."""
         from foredraft import Speculator
         from foredraft.cli.settings import parse_options
 
@@ -49,18 +49,33 @@ class Engine:
             how["drafter_options"] = parse_options(pairs, "the drafter")
         reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
         file = options.get("gguf_file")
-        key = checkpoint, dtype, drafter if reads else file or ""
+        key = checkpoint, dtype, drafter if reads else file or options.get("quantization", "")
         execution = options.get("execution", "auto")
         if not reads and key in self.models:  # on a CPU, its layers are as they were first laid out
             speculator = Speculator(self.models[key], drafter, execution="eager" if self.device == "cpu" else execution, **how)
         else:
-            speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=execution, gguf_file=file, **how)
+            if "head" in options:
+                model: Any = self.narrow(checkpoint, dtype, options["quantization"], options["head"])
+                execution = "native"  # a model given by name is laid out like that, too
+            else:
+                model, how = checkpoint, {**how, "dtype": dtype, "device": self.device, "gguf_file": file}
+            speculator = Speculator(model, drafter, execution=execution, **how)
             self.execution = getattr(speculator.target, "execution", None)
             if not speculator.model.config.is_encoder_decoder:
                 speculator.model.generation_config.eos_token_id = None
             self.models[key] = speculator.model
         self.speculators[name] = speculator
         return {"note": f"{self.execution} passes, rule {speculator.rule.name}, shape {speculator.shape}"}
+
+    def narrow(self, checkpoint: str, dtype: str, layers: str, head: str) -> Any:
+        """A model whose output layer is quantized as well, which its embedding is not."""
+        from foredraft.loading import load_model
+        from foredraft.quantization import quantized
+
+        model = load_model(checkpoint, dtype=dtype, device=self.device, quantization=layers)
+        layer = model.get_output_embeddings()
+        layer.weight = self.torch.nn.Parameter(quantized(layer.weight.detach().clone(), head), requires_grad=False)
+        return model
 
     def forget(self, name: str) -> None:
         """What texts so far taught its drafter."""

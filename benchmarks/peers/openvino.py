@@ -3,6 +3,7 @@ float32 where it computes in that: on CPUs without instructions for bfloat16."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -24,7 +25,9 @@ class Engine:
         return {"versions": {"openvino-genai": openvino_genai.__version__, "openvino": openvino.__version__}}
 
     def prepare(self, checkpoint: str, folder: str, dtype: str) -> str:
-        """The model as OpenVINO IR in float32; the precision is chosen when it is loaded."""
+        """The model as OpenVINO IR in float32; the precision is chosen when it is loaded. Or in int4, which is made of it."""
+        if dtype == "int4":
+            return self.narrow(self.prepare(checkpoint, folder, "float32"), Path(folder) / "ir-int4")
         out = Path(folder) / "ir"
         if not (out / "openvino_model.bin").exists():
             tool = Path(sys.executable).parent / "optimum-cli"
@@ -35,6 +38,22 @@ class Engine:
             sys.stderr.write(done.stderr)
             if done.returncode:
                 raise RuntimeError(f"its exporter fails: {done.stderr.strip().splitlines()[-1]}")
+            half.rename(out)
+        return str(out)
+
+    def narrow(self, given: str, out: Path) -> str:
+        """Four bits in groups of 32; the first and the last layer are left in eight, with a scale per row."""
+        if not out.exists():
+            import nncf  # type: ignore[import-not-found]
+
+            half = out.with_suffix(".part")
+            half.mkdir(exist_ok=True)
+            for file in Path(given).iterdir():
+                if not file.name.startswith("openvino_model."):
+                    shutil.copy(file, half)
+            model = self.runtime.Core().read_model(Path(given) / "openvino_model.xml")
+            model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=32, ratio=1.0)
+            self.runtime.save_model(model, half / "openvino_model.xml")
             half.rename(out)
         return str(out)
 

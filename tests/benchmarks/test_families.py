@@ -18,9 +18,11 @@ from benchmarks.families_shapes import SHAPES, Made
 from benchmarks.speed_calls import Measurement, Read
 from benchmarks.speed_runner import Failure
 from foredraft import ConfigurationError
+from foredraft.backends.narrow import format_of
 
 SMALL = Settings(targets=("qwen3", "gpt_oss"), repeats=2, tokens=8, contexts=(512,), threads=1)
 OURS, LOOKUP, NARROW = "foredraft plain", "foredraft lookup, auto", "foredraft plain, int4"
+HEAD = "int4, head in int8"
 
 
 @pytest.mark.parametrize("name", nightly_but({("qwen3",), ("gemma3",), ("qwen3_moe",)}, [(name,) for name in SHAPES]))
@@ -36,6 +38,18 @@ def test_text_goes_along_the_walk_and_copies_where_it_has_been(name, work):
                 told = peer.generate(mode, [ids], 12, 0.0, 0)
                 assert told["ids"] == [list(made.walk[begin : begin + 12])]
         assert told["rounds"] <= 3, "all that is drafted is kept"
+
+
+def test_an_output_layer_is_made_narrow_while_the_embedding_stays(work):
+    peer = importlib.import_module("benchmarks.peers.foredraft").Engine()
+    peer.start(1, "cpu", "")
+    path = str(families_shapes.written("qwen3-test", work).path)
+    told = peer.load("narrow", path, None, "bfloat16", "plain", 0, 3, {"quantization": "int4", "head": "int8"})
+    model = peer.speculators["narrow"].model
+    assert told["note"].startswith("native passes") and model.config.tie_word_embeddings
+    layers = (model.get_input_embeddings(), model.get_output_embeddings(), model.model.layers[0].mlp.up_proj)
+    found = [format_of(each.weight) for each in layers]
+    assert [each.bits for each in found] == [0, 8, 4]
 
 
 def test_a_pass_reads_the_experts_that_a_token_goes_through(work):
@@ -59,7 +73,11 @@ def test_who_meets_whom():
     assert copies.ids[0][-1] == copies.ids[0][0] and OURS not in copies.methods
     narrow = families.narrow_methods(SMALL)
     assert {(each.scenario, each.category, each.methods) for each in families.narrow_cells(SMALL, made, narrow)} == {
-        ("int4", "int4", ("llamacpp plain, int4", OURS, NARROW))
+        (
+            "int4",
+            "int4",
+            ("llamacpp plain, int4", OURS, NARROW, *(f"openvino plain, {way}, {HEAD}" for way in ("PA", "SDPA")), f"{OURS}, {HEAD}"),
+        )
     }
     assert families.narrow_methods(replace(SMALL, peers=("transformers",))) == []
 
@@ -87,7 +105,8 @@ def claimed():
         lookups = {LOOKUP: 2.0, "vllm lookup, γ=5": 4.0, "vllm lookup, γ=10": 3.0}
         run.measurements += [call(name, slow * each, "copies", repeat=repeat) for name, each in lookups.items()]
         run.measurements += [call(name, slow * each, "first token", "512", repeat) for name, each in ((OURS, 2.2), ("vllm plain", 2.0))]
-        narrow = {OURS: 1.0, NARROW: 0.5, "llamacpp plain, int4": 0.6}
+        narrow = {OURS: 1.0, NARROW: 0.5, "llamacpp plain, int4": 0.6, f"{OURS}, {HEAD}": 0.6}
+        narrow |= {f"openvino plain, PA, {HEAD}": 0.72, f"openvino plain, SDPA, {HEAD}": 0.9}
         run.measurements += [call(name, 1 + slow * each, "int4", repeat=repeat) for name, each in narrow.items()]
     return run
 
@@ -103,6 +122,7 @@ def test_figures(claimed):
         "qwen3: seconds to the first token behind 512 tokens, over the best peer": (like(1.1), "missed"),
         "qwen3: int4 over bfloat16, plain tokens/s, of the quotient of bytes read (2.50)": (like(0.8), "missed"),
         "qwen3: int4 over llama.cpp's, plain tokens/s, same file": (like(1.2), "met"),
+        "qwen3: int4 over OpenVINO's, plain tokens/s, same groups, head in int8": (like(1.2), "met"),
         "qwen3: auto drafting over plain, text that cannot be guessed": (like(1), "met"),
         "gpt_oss: plain tokens/s behind the first token, over the best peer": (like(2), "met"),
         "gpt_oss: share of read bandwidth, plain": (like(0.8), "met"),

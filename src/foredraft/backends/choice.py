@@ -120,7 +120,7 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     elif attention == "flex":
         reasons["packed"] = "attention='flex' was asked for, and it is not used with packed weights"
     elif execution == "auto" and not owned:
-        reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
+        reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='native' accepts that"
     if "packed" in reasons:
         return None
     model = facts.model

@@ -222,7 +222,7 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
         return f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
     if bits and NATIVE not in hints:
         how = " and ".join(", ".join(WORDS[each] for each in bits).rsplit(", ", 1))
-        return f"its weights have {how} bits, for which there is no other layout than that of the native kernels"
+        return f"its weights have {how} bits, for which there is no other layout than that of execution='native'"
     if not packed and any(isinstance(vars(module).get("forward"), PackedForward) for module in model.modules()):
         return "another Speculator has packed it; close() that one first"
     if not packed:
