@@ -65,7 +65,8 @@ class Engine:
         if mode not in ("plain", "draft", "lookup"):
             raise ValueError(f"llama.cpp has no mode {mode!r} here")
         kind, threads = TYPES[dtype], str(self.threads)
-        command = [str(self.program), "-m", checkpoint, "-c", str(options.get("context", 1024))]
+        room = str(options.get("context", 1024))
+        command = [str(self.program), "-m", checkpoint, "-c", room, "-b", room]  # a prompt is one batch
         command += ["-t", threads, "-tb", threads, "-ctk", kind, "-ctv", kind]
         command += ["--samplers", "top_k", "--top-k", "1", "--temp", "0", "-fa", options.get("fa", "auto")]
         if mode == "draft":
@@ -143,6 +144,11 @@ def model_class(*given, **how):
         except (FileNotFoundError, ValueError):  # its family has another tokenizer
             self._set_vocab_gpt2()
     made.set_vocab = set_vocab
+    changed = made.modify_tensors
+    def modify_tensors(self, tensor, name, bid):
+        for to, each in changed(self, tensor, name, bid):
+            yield to, tensor if "embed_tokens" in name else each  # Gemma's is cut to the tokens that the tokenizer has
+    made.modify_tensors = modify_tensors
     return made
 convert_hf_to_gguf.get_model_class = model_class
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", kind]

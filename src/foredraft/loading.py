@@ -100,6 +100,8 @@ def load_model(
             load = partial(loader.from_pretrained, source, dtype=parse_dtype(dtype) or "auto", trust_remote_code=False, **how)
             model, info = torchao_files.loaded(load, source, config)
             check_weights(source, model, info)
+            if device in (None, "auto") or torch.device(device).type == "cpu":
+                torchao_files.lay_out_for_cpu(model, source)
     except ConfigurationError:
         raise
     except (*UNREADABLE, SafetensorError, StrictDataclassError) as error:

@@ -405,6 +405,12 @@ FAULTS = [
     Fault("native_growth.py", "if not direct.decoder.embedded.tokens:", "if False:", DESCRIBED),
     Fault("kernel_pass.py", 'getattr(self.model, "final_logits_bias", None)', 'self.model._buffers.get("final_logits_bias")', DESCRIBED),
     Fault("torchao_files.py", "groups = [outputs // rows,", "groups = [outputs,", PACKERS),
+    Fault("torchao_files.py", "^ 0x88,", "^ 0x80,", PACKERS),
+    Fault("torchao_files.py", "mins = (-zero)", "mins = zero", PACKERS),
+    Fault("torchao_files.py", "permute(0, 2, 1, 4, 6, 7, 3, 5)", "permute(0, 2, 1, 4, 7, 6, 3, 5)", PACKERS),
+    Fault("torchao_files.py", "if weight.act_pre_scale is not None or getattr", "if getattr", PACKERS),
+    Fault("groups.h", "zero = m->zero + OFFSET(kind);", "zero = (m->mins ? 0 : m->zero) + OFFSET(kind);", PACKERS),
+    Fault("grouped.py", "(codes - self.zero) * self._by_input(scale)", "codes * self._by_input(scale)", PACKERS),
     Fault("described_pass.py", "type(embedding) is nn.Embedding and", "isinstance(embedding, nn.Embedding) and", DESCRIBED),
     Fault("described_pass.py", "self.finishes = (self.divided", "self.finishes = False and (self.divided", DESCRIBED),
     Fault("page_stores.py", "= window.rows == 1 and np.array_equal(", "= window.rows == 1 or np.array_equal(", HANDED),
@@ -655,6 +661,7 @@ FAULTS = [
     Fault(
         "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
     ),
+    Fault("application.py", "and job.grammar is not None:", "and False:", BAD_REQUESTS),
     Fault("application.py", "            self.engine.leave(job)\n            raise\n", "            raise\n", BAD_REQUESTS),
     Fault(
         "tools.py", "at = len(self.held) - beginning(self.held, BEGIN) if at < 0 else at", "at = len(self.held) if at < 0 else at", CLIENTS

@@ -553,7 +553,9 @@ def test_a_grammar_that_is_hard_to_follow_ends_its_own_text_alone(url: str, monk
     monkeypatch.setattr(formats, "MOST_ITEMS", 1000)
     asked = OK | {"max_tokens": 60, "structured_outputs": {"grammar": HARD["ambiguous"]["grammar"].replace("start", "start ")}}
     error = refusal(httpx.post(url + "/v1/completions", json=asked, timeout=60), 400)
-    assert error["code"] == "grammar_too_large" and "Too many items" in error["message"] and "<state>" not in error["message"]
+    assert error["code"] == "grammar_too_large" and error["param"] == "structured_outputs"
+    assert error["message"].startswith("structured_outputs: ") and "Too many items" in error["message"]
+    assert "<state>" not in error["message"]
     assert httpx.post(url + "/v1/completions", json=OK, timeout=60).status_code == 200
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -15,9 +16,11 @@ from stored import ABOUT, about_compressed, awq, compressed, gptq, numbers
 from transformers import AutoModelForCausalLM, Qwen3Config, TorchAoConfig
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
+from foredraft.backends import native
 from foredraft.loading import load_model
 from foredraft.quantization.checkpoints import BLOCK, Stored
-from foredraft.quantization.grouped import codes_from
+from foredraft.quantization.grouped import GroupedTensor, codes_from
+from foredraft.quantization.torchao_files import for_cpu, from_tiles
 
 FILE = Path(__file__).parents[1] / "packed" / "layers.safetensors"  # made by python tests/packed
 SHAPE = 32, 96
@@ -188,27 +191,117 @@ def test_a_torchao_checkpoint_with_one_scale_for_a_weight_is_loaded(torchao_fold
         load_model(changed(tmp_path, other, lambda state, *rest: state.update({f"{UP}._weight_scale": torch.ones(2, 1)})))
 
 
-@pytest.mark.parametrize("kind", ["Int4Tensor", "Int4TilePackedTo4dTensor"])
-def test_int4_of_gpus_is_refused_by_name(kind, torchao_folder, tmp_path):
-    """The second is what pytorch/*-INT4 have on the hub; zero points of both are bfloat16 numbers that are added to the scaled integers."""
+def in_tiles(codes):
+    """As torch's own packer for GPUs has them (``_convert_weight_to_int4pack``, 8 tiles of 16 inputs), with room for whole tiles."""
+    outputs, inputs = -(-codes.shape[0] // 8) * 8, -(-codes.shape[1] // 1024) * 1024
+    words = np.zeros((outputs // 8, inputs // 128, 32, 4), dtype=np.uint32)
+    for (output, place), code in np.ndenumerate(codes.numpy().astype(np.uint32)):
+        step, place = divmod(place, 128)
+        pair, place = divmod(place, 32)
+        tile, place = divmod(place, 16)
+        upper, place = divmod(place, 8)
+        words[output // 8, step, output % 8 * 4 + place // 2, pair] |= code << np.uint32(4 * (place % 2 * 4 + tile * 2 + upper))
+    return torch.from_numpy(words.view(np.int32))
+
+
+def for_gpus(kind, shape, group=32, **how):
+    """A weight of torchao's for GPUs, and the numbers it stands for."""
     torchao = pytest.importorskip("torchao.quantization")
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    (outputs, inputs), generator = shape, torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, shape, generator=generator, dtype=torch.int32)
+    scale = (0.01 + 0.02 * torch.rand(outputs, inputs // group, generator=generator)).bfloat16()
+    zero = (0.03 * torch.randn(outputs, inputs // group, generator=generator)).bfloat16()
+    expected = primitives._dequantize_affine_tinygemm(
+        codes, (1, group), scale.float(), zero.float(), torch.int32, 0, 15, output_dtype=torch.float32
+    )
+    if kind == "Int4Tensor":
+        signed = (codes - 8).to(torch.int8)
+        packed = signed[:, ::2] & 15 | signed[:, 1::2] << 4
+        return torchao.Int4Tensor(packed, scale.T.contiguous(), zero.T.contiguous(), [1, group], torch.Size(shape), **how), expected
+    qdata = in_tiles(codes)
+    both = torch.zeros(qdata.shape[1] * 128 // group, qdata.shape[0] * 8, 2, dtype=torch.bfloat16)
+    both[: inputs // group, :outputs] = torch.stack((scale.T, zero.T), -1)
+    return torchao.Int4TilePackedTo4dTensor(qdata, both, [1, group], torch.Size(shape), **how), expected
+
+
+def with_weights(made):
+    """A change for :func:`changed`: the weights of these layers are these."""
     support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
-    scale = torch.ones(2, 96, dtype=torch.bfloat16)
-    parts = {
-        "Int4Tensor": (torch.zeros(96, 32, dtype=torch.int8), scale, scale),
-        "Int4TilePackedTo4dTensor": (torch.zeros(12, 8, 32, 4, dtype=torch.int32), torch.ones(32, 96, 2, dtype=torch.bfloat16)),
-    }[kind]
-    made = getattr(torchao, kind)(*parts, [1, 32], torch.Size([96, 64]))
 
     def change(state, about, config):
-        for name in [name for name in state if name.startswith(UP)]:
-            del state[name]
-        tensors, known = support.flatten_tensor_state_dict({f"{UP}.weight": made})
-        state.update(tensors)
-        about[f"{UP}.weight"] = known[f"{UP}.weight"]
+        for name, weight in made.items():
+            for part in [part for part in state if part.startswith(name)]:
+                del state[part]
+            tensors, known = support.flatten_tensor_state_dict({f"{name}.weight": weight})
+            state.update(tensors)
+            about[f"{name}.weight"] = known[f"{name}.weight"]
 
+    return change
+
+
+GPUS = pytest.mark.parametrize("kind", ["Int4Tensor", "Int4TilePackedTo4dTensor"])
+
+
+@GPUS
+@pytest.mark.parametrize(("shape", "group"), [((20, 96), 32), ((8, 1024), 128), ((64, 64), 64)])
+def test_int4_of_gpus_is_read_on_a_cpu(kind, shape, group):
+    """The second kind is what pytorch/*-INT4 have on the hub."""
+    weight, expected = for_gpus(kind, shape, group)
+    found = for_cpu(weight, torch.float16, "here", "layer")
+    assert (found.bits, found.group, found.dtype) == (4, group, torch.float16)
+    assert torch.allclose(found.dequantize(torch.float32), expected, rtol=1e-6, atol=0)
+    scaled, _ = for_gpus(kind, shape, group, act_pre_scale=torch.ones(shape[1]))
+    assert for_cpu(scaled, torch.float16, "here", "layer") is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tiles_are_those_of_torchs_own_packer():
+    codes = torch.randint(0, 16, (64, 1024), dtype=torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).cuda(), 8).cpu()
+    assert torch.equal(packed, in_tiles(codes)) and torch.equal(from_tiles(packed), codes)
+
+
+@GPUS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_checkpoint_for_gpus_runs_on_a_cpu(kind, dtype, torchao_folder, tmp_path):
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES), dtype=torch.float32)
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and name != "lm_head"}
+    made = {name: for_gpus(kind, tuple(layer.weight.shape)) for name, layer in layers.items()}
+    folder = changed(torchao_folder, tmp_path, with_weights({name: weight for name, (weight, _) in made.items()}))
+    target = Speculator(folder, "none", dtype=dtype).target
+    assert {type(target.model.get_submodule(name).weight) for name in made} == {GroupedTensor}
+    if native.refusal(torch.float32) is None:
+        assert target.execution == "native" and "fused" not in target.reasons
+    others = {name: each for name, each in load_model(folder, dtype="float32").state_dict().items() if name.rpartition(".")[0] not in made}
+    model.load_state_dict(others | {f"{name}.weight": expected for name, (_, expected) in made.items()})
+    ids = torch.randint(0, 100, (1, 12))
+    with torch.inference_mode():
+        logits, scale = model(input_ids=ids).logits[0, -1], model(input_ids=ids).logits.abs().max()
+        target.open([ids[0].tolist()])
+        found = target.prefill([ids[0].tolist()], first=0)
+    assert (found[0].float() - logits).abs().max() < (0.03 if dtype == "bfloat16" else 1e-4) * scale
+
+
+@GPUS
+def test_int4_of_gpus_keeps_its_layout_for_other_devices(kind, torchao_folder, tmp_path):
+    weight, _ = for_gpus(kind, (96, 64))
+    folder = changed(torchao_folder, tmp_path, with_weights({UP: weight}))
+    assert type(load_model(folder, device="meta").get_submodule(UP).weight).__name__ == kind
+    assert type(load_model(folder, device="auto").get_submodule(UP).weight) is GroupedTensor
+
+
+@GPUS
+def test_int4_of_gpus_that_cannot_be_read_is_refused(kind, torchao_folder, tmp_path):
+    weight, _ = for_gpus(kind, (96, 64), act_pre_scale=torch.ones(64))
     with pytest.raises(UnsupportedModelError, match=rf"torchao's {kind}, which no CPU multiplies. Foredraft reads .*Intx, AWQ"):
-        Speculator(changed(torchao_folder, tmp_path, change), "none")
+        Speculator(changed(torchao_folder, tmp_path, with_weights({UP: weight})), "none")
+    weight, _ = for_gpus(kind, (96, 64))
+    change = with_weights({UP: weight})
     folder = changed(torchao_folder, tmp_path, lambda *given: (change(*given), given[0].pop(f"{UP}._weight_qdata")))
     with pytest.raises(ConfigurationError, match=f"{UP}.weight has .*, but no qdata"):
         load_model(folder)
+    weight.qdata = weight.qdata[..., :-1] if kind == "Int4Tensor" else weight.qdata[:-1]
+    with pytest.raises(ConfigurationError, match=rf"contradicts itself: {UP}.weight has qdata of shape .* where \(96, 32\) is needed"):
+        load_model(changed(torchao_folder, tmp_path, with_weights({UP: weight})))

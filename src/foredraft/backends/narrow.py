@@ -24,7 +24,8 @@ UNIT = 32  # inputs of a matrix must be a multiple of this
 LEAST = 16  # inputs of a group, and of group-quantised experts, must be a multiple of this
 OF_BITS = {4: native.GROUPS_OF_FOUR, 6: native.GROUPS_OF_SIX, 8: native.GROUPS_OF_EIGHT}  # kinds of integers in groups
 READ = "torchao's int8 with a scale per output, and weights of 4, 6 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, \
-GPTQ, compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
+GPTQ, compressed-tensors W4A16 and W8A16, MXFP4, most of GGUF's, and torchao's Int4Tensor and Int4TilePackedTo4dTensor in checkpoints that \
+are loaded by name"
 ELSEWHERE = ("Int4Tensor", "Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "Int4PreshuffledTensor")  # torchao has no products on a CPU
 
 

@@ -79,7 +79,7 @@ def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
     else:
         codes = pieces(begin, begin + 16, 4, 16)
     bits = 4 if kind.startswith("Q4") else 8 if kind == "Q8_0" else 6
-    zero = 1 if mins else {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[kind]
+    zero = 0 if mins else {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[kind]
     return {"qdata": bytes_from(codes, bits), "scale": halves(0), "zeros": torch.tensor([zero], dtype=torch.uint8), **mins}
 
 

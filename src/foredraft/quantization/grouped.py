@@ -1,10 +1,10 @@
 """Group-quantized weights of 4, 6 or 8 bits, with a scale and a zero point for each output and group of inputs.
 
 Whatever the layout of a checkpoint, here they have one form: integers q, and weights ``(q - zero) * scale`` or
-``q * scale - zero * mins``. For floats of 4 bits (e2m1), q is twice the float. Scales may be int8, times a factor that several groups
-share. :meth:`GroupedTensor.dequantize` is the reference with which the results of kernels are compared. A tensor stands for the weight of a
-plain linear layer, which torch's own products widen as a whole, or for the weights of all experts of a mixture, which torch widens one
-expert after the other.
+``(q - zero) * scale - zeros * mins``. For floats of 4 bits (e2m1), q is twice the float. Scales may be int8, times a factor that several
+groups share. :meth:`GroupedTensor.dequantize` is the reference with which the results of kernels are compared. A tensor stands for the
+weight of a plain linear layer, which torch's own products widen as a whole, or for the weights of all experts of a mixture, which torch
+widens one expert after the other.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class GroupedTensor(Tensor):
     Attributes:
         qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits; of six bits as :func:`bytes_from` has them.
         scale: ``[N, G]`` float16, bfloat16 or float32; or int8, and then ``over`` holds what they are multiplied by.
-        zeros: ``[N, G]`` uint8 zero points; None if all are ``zero``.
+        zeros: ``[N, G]`` uint8 zero points, or None if all are ``zero``. With ``mins``, factors of those; None if all are 1.
         over: ``[N, G / nested]`` float16 factors of the scales; None for none.
-        mins: ``[N, G / nested]`` float16 factors of ``zeros`` in place of the scale; None for none.
+        mins: ``[N, G / nested]`` float16, which are subtracted, times ``zeros``; None for none.
         order: ``[K]`` int32 the input of each column of ``qdata``; None if they are in order.
         bits: of a weight, 4, 6 or 8.
         group: columns that share a scale; the last group may be shorter.
@@ -82,7 +82,8 @@ class GroupedTensor(Tensor):
         if self.mins is None:
             found = (codes - self._by_input(zeros)) * self._by_input(scale)
         else:
-            found = codes * self._by_input(scale) - self._by_input(zeros * self._by_group(self.mins))
+            least = self._by_group(self.mins) if self.zeros is None else zeros * self._by_group(self.mins)
+            found = (codes - self.zero) * self._by_input(scale) - self._by_input(least)
         found = found.to(dtype or self.dtype)
         if self.transposed:
             return found.transpose(-2, -1)

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from foredraft.errors import GrammarError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
 from foredraft.serving.engine import Engine
@@ -83,7 +84,7 @@ class Server:
             depth=shape.depth,
         )
         answer = kind(asked, plan, facts, self.tokenizer, self.names)
-        job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived)
+        job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived, grammar=plan.grammar)
         self.engine.submit(job, await asyncio.to_thread(sizes_of, job.choices, self.engine.session, self.settings))
         if asked.stream:
             return await self.streamed(request, job, asked, answer)
@@ -102,6 +103,8 @@ class Server:
             elif isinstance(event, Joined):
                 yield answer.begin()
             elif isinstance(event, Failed):
+                if isinstance(event.error, GrammarError) and job.grammar is not None:
+                    raise refused(f"{job.grammar}: {event.error}", job.grammar, "grammar_too_large") from event.error
                 raise event.error
             else:
                 if event.commit.prompt_logprobs is None:

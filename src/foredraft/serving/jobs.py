@@ -77,6 +77,7 @@ class Job:
         owner: whose turn it takes in the queue: the API key's name, or the client's address.
         id: of the request, for the log.
         arrived: when it arrived, by ``time.monotonic``.
+        grammar: the field of the request that has the grammar of its texts, if there is one.
         unfinished: numbers of the choices that are not over; the engine's.
         begun: a row of it was decoded; the engine's.
         longest: tokens of its longest row that is over; the engine's.
@@ -86,6 +87,7 @@ class Job:
     owner: str
     id: str
     arrived: float
+    grammar: str | None = None
     unfinished: set[int] = field(default_factory=set)
     begun: bool = False
     longest: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,13 @@ DRAWN = 1 << 53  # drawn seeds are whole numbers that JavaScript knows
 
 @dataclass(frozen=True)
 class Plan:
-    """A request as rows. Choice i of prompt j is row j * n + i, and has the seed (seed, j * n + i)."""
+    """A request as rows. Choice i of prompt j is row j * n + i, and has the seed (seed, j * n + i). ``grammar`` is the field that has the
+    grammar of its texts, if there is one."""
 
     prompts: Sequence[Sequence[int]]
     choices: Sequence[Choice]
     seed: int
+    grammar: str | None = None
 
 
 class Requests:
@@ -73,7 +75,8 @@ class Requests:
                 which = "ignore_eos" if request.ignore_eos else "min_tokens"
                 raise refused(f"{which} cannot be combined with {form[0]}, which says what the text is", which)
             grammar = await self.formats.compile(*form)
-        return await self._workers.run(owner, partial(self._plan, request, isolation, grammar))
+        found = await self._workers.run(owner, partial(self._plan, request, isolation, grammar))
+        return replace(found, grammar=form[0] if form else None)
 
     def check_model(self, model: str) -> None:
         if model not in ("", self.settings.model):

@@ -1,6 +1,7 @@
 /* Group-quantized weights of 4, 6 or 8 bits: each output has one scale per group of inputs. Included by layer.c.
  *
- * A weight is (q - zero) * scale, or q * scale - zero * mins. For e2m1 floats (4 bits), q is twice the float, from a table, and zero is 0.
+ * A weight is (q - zero) * scale, or (q - zero) * scale - zeros * mins, in which zeros may be all 1. For e2m1 floats (4 bits), q is twice the
+ * float, from a table, and zero is 0.
  * A packed matrix [N, K] is [N/64][K/8][64] words of eight 4-bit weights of one output, the first input in the lowest bits; or
  * [N/64][K/4][64] words of four 8-bit weights. 6-bit weights are [N/64][K/16][3][64] words: two of the lower four bits of eight weights, and
  * one of the upper two bits of these sixteen. N is padded to 64. The words of 64 outputs are contiguous and are read as one stream.
@@ -44,6 +45,12 @@ INLINE f32 scales(const Matrix *m, size_t at, size_t above) {
 
 INLINE i32 zeros(const Matrix *m, size_t at) {
     return m->zeros ? i32_and(i32_from_8((const int8_t *)m->zeros + at), i32_of(255)) : i32_of(m->zero);
+}
+
+/* What is subtracted from the weights of 16 outputs, where there are `mins` */
+INLINE f32 least(const Matrix *m, size_t at, size_t above) {
+    const f32 factor = f32_from_half(m->mins + above);
+    return m->zeros ? f32_mul(i32_to_f32(zeros(m, at)), factor) : factor;
 }
 
 /* Inputs k to k + 16 of a token in the order of the weights */
@@ -259,7 +266,7 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
  * `mins` at `above`. Unless null, as many words from `soon` on are prefetched. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, const char *soon) {
-    const int count = INPUTS_OF(kind), alike = m->mins || !m->zeros, zero = (m->mins ? 0 : m->zero) + OFFSET(kind);
+    const int count = INPUTS_OF(kind), alike = m->mins || !m->zeros, zero = m->zero + OFFSET(kind);
     for (int c = 0; c < BLOCKS; c += ABREAST(n)) {
         sum sums[BLOCKS][TOKENS];
         for (int b = 0; b < ABREAST(n); b++)
@@ -282,10 +289,10 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
         for (int b = 0; b < ABREAST(n); b++) {
             const int o = (c + b) * 16;
             const f32 scale = scales(m, at + o, above + o);
-            const f32 least = m->mins ? f32_mul(i32_to_f32(zeros(m, at + o)), f32_from_half(m->mins + above + o)) : f32_zero();
+            const f32 subtracted = m->mins ? least(m, at + o, above + o) : f32_zero();
             for (int t = 0; t < n; t++) {
                 f32 total = f32_load(totals + t * OUTPUTS + o);
-                if (m->mins) total = f32_fnma(least, f32_of(parts[t].sum * parts[t].scale), total);
+                if (m->mins) total = f32_fnma(subtracted, f32_of(parts[t].sum * parts[t].scale), total);
                 f32_store(totals + t * OUTPUTS + o, f32_fma(ended_sum(sums[b][t]), f32_mul(scale, f32_of(parts[t].scale)), total));
             }
         }

@@ -16,9 +16,9 @@ typedef struct Matrix {
     const void *values;   /* packed */
     const void *scale;    /* EIGHTS: [N] in the model's dtype; groups: [N/64][groups][64] */
     const uint16_t *over; /* [N/64][groups / nested][64] float16, factors of int8 scales; or null */
-    const uint16_t *mins; /* likewise, factors of `zeros` in place of the scale; or null */
+    const uint16_t *mins; /* likewise, what is subtracted, times `zeros`; or null */
     const value *bias;    /* or null */
-    const uint8_t *zeros; /* groups: [N/64][groups][64] zero points; null: `zero` for all */
+    const uint8_t *zeros; /* groups: [N/64][groups][64] zero points, or factors of `mins`; null: `zero` for all, or 1 */
     const int32_t *order; /* groups: [K] the input of each column of the weights; null: in order */
     int64_t kind, group;  /* `group`: inputs per group; the last one may be shorter */
     int64_t zero, scales; /* `scales`: dtype of `scale`, for groups */
