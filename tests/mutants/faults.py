@@ -409,6 +409,7 @@ FAULTS = [
     Fault("torchao_files.py", "mins = (-zero)", "mins = zero", PACKERS),
     Fault("torchao_files.py", "permute(0, 2, 1, 4, 6, 7, 3, 5)", "permute(0, 2, 1, 4, 7, 6, 3, 5)", PACKERS),
     Fault("torchao_files.py", "if weight.act_pre_scale is not None or getattr", "if getattr", PACKERS),
+    Fault("crew.h", "            set_float_mode(c->mode);\n", "", KERNELS),
     Fault("groups.h", "zero = m->zero + OFFSET(kind);", "zero = (m->mins ? 0 : m->zero) + OFFSET(kind);", PACKERS),
     Fault("grouped.py", "(codes - self.zero) * self._by_input(scale)", "codes * self._by_input(scale)", PACKERS),
     Fault("described_pass.py", "type(embedding) is nn.Embedding and", "isinstance(embedding, nn.Embedding) and", DESCRIBED),
@@ -662,6 +663,9 @@ FAULTS = [
         "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
     ),
     Fault("application.py", "and job.grammar is not None:", "and False:", BAD_REQUESTS),
+    Fault("responses.py", 'and "tool_calls" in deltas[-1]):', "and False):", ("tests/serving/test_clients.py",)),
+    Fault("serving/formats.py", 'found.pop("response_format", None)', "pass", ("tests/serving/test_clients.py",)),
+    Fault("sizes.py", "except CacheMemoryError as error:", "except ZeroDivisionError as error:", API),
     Fault("application.py", "            self.engine.leave(job)\n            raise\n", "            raise\n", BAD_REQUESTS),
     Fault(
         "tools.py", "at = len(self.held) - beginning(self.held, BEGIN) if at < 0 else at", "at = len(self.held) if at < 0 else at", CLIENTS
@@ -707,8 +711,8 @@ FAULTS = [
     Fault("groups.h", "group_end += m->group, at += OUTPUTS;", "group_end += m->group, at += k ? OUTPUTS : 0;", GROUPS),
     Fault("groups.h", "nested = 0, above += OUTPUTS;", "nested = 0;", GROUPS),
     Fault("groups.h", "words += WORDS_OF(kind, end - k) * OUTPUTS;", "words += WORDS_OF(kind, m->group) * OUTPUTS;", GROUPS),
-    Fault("groups.h", "return i32_mul(zero, i32_of(-inputs));", "return i32_zero();", GROUPS + VECTORS),  # not where VNNI is used
-    Fault("groups.h", "return i32_of(-zero * inputs);", "return i32_zero();", GROUPS + VECTORS),  # likewise
+    Fault("groups.h", "return i32_mul(zero, i32_of(times(-1, inputs)));", "return i32_zero();", GROUPS + VECTORS),  # not where VNNI is used
+    Fault("groups.h", "return i32_of(times(-zero, inputs));", "return i32_zero();", GROUPS + VECTORS),  # likewise
     Fault("groups.h", "(exponent < 15 ? 15 : exponent) - 14,", "(exponent < 15 ? 15 : exponent) - 7,", GROUPS),
     Fault("groups.h", "(largest + 0x10000) >> 23", "largest >> 23", VECTORS),
     Fault("groups.h", "if (!finite) part->scale", "if (0) part->scale", GROUPS),

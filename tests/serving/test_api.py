@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import torch
 from served import TINY, events, served, tiny_chat
@@ -212,7 +213,12 @@ def test_chats_get_what_the_cache_can_ever_hold_of_a_text():
         found = [
             post(url, "/v1/chat/completions", **asked, **more) for more in ({}, {"prediction": {"type": "content", "content": "hello"}})
         ]
-        assert httpx.post(url + "/v1/chat/completions", json=asked | {"max_tokens": 1000}, timeout=60).status_code == 400
+        refused = httpx.post(url + "/v1/chat/completions", json=asked | {"max_tokens": 1000}, timeout=60)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+        assert (
+            "1000 more, which the server's cache cannot hold (--cache-memory)" in error["message"] and "new_tokens" not in error["message"]
+        )
     plain, guessed = (each["choices"][0] for each in found)
     assert plain["finish_reason"] == guessed["finish_reason"] == "length" and plain["message"] == guessed["message"]
     assert all(2 * 64 < each["usage"]["total_tokens"] < 3 * 64 for each in found)
@@ -282,6 +288,50 @@ def test_grammars_hold_whole_and_streamed(url: str, path: str):
         assert "".join(pieces) == written and len(pieces) > 1
 
 
+def test_top_p_0_is_the_likeliest_token_alone(url: str):
+    sampled, greedy = (post(url, prompt="hello", max_tokens=20, seed=3, **how) for how in ({"top_p": 0}, {"temperature": 0}))
+    assert text(sampled) == text(greedy) != text(post(url, prompt="hello", max_tokens=20, seed=3))
+
+
+SCHEMAS = [
+    {"type": "object", "minProperties": 1, "maxProperties": 2, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["b"]},
+    {"type": "object", "patternProperties": {"^x": {"type": "boolean"}}, "additionalProperties": False, "maxProperties": 2},
+    {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 5}, "minItems": 2, "maxItems": 4},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string", "maxLength": 5}], "items": False, "minItems": 2},
+    {"type": "string", "minLength": 3, "maxLength": 6},
+    {"type": "string", "pattern": "^[a-c]+$", "maxLength": 10},
+    {"type": "string", "pattern": "b", "maxLength": 6},
+    {"type": "string", "enum": ["\u00e9", "\u65e5\u672c", "\u2028"]},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": "string", "format": "ipv4"},
+    {"type": "integer", "minimum": 5, "maximum": 17, "multipleOf": 3},
+    {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 3},
+    {"type": ["integer", "null"], "minimum": 1, "maximum": 3},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]},
+    {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 5}, {"const": "x"}]},
+    {"enum": [1, "a", None, [1, 2], {"a": 1}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"const": {"b": [True]}}, "maxItems": 2}}},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_what_is_written_is_valid(url: str, schema: dict[str, Any]):
+    """By a model with random weights, which writes whatever it may; some texts are cut, few because it likes quotes."""
+    bias = {str(tiny_chat().tokenizer.convert_tokens_to_ids('"')): 4}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    ended = 0
+    for seed in range(3):
+        asked = {**CHAT, "seed": seed, "temperature": 1.5, "max_tokens": 100, "response_format": form, "logit_bias": bias}
+        choice = post(url, "/v1/chat/completions", **asked)["choices"][0]
+        if choice["finish_reason"] == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(choice["message"]["content"]), schema, format_checker=jsonschema.FormatChecker())
+    assert ended
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_objects(url: str, stream: bool):
     """Whatever object it is: a grammar forces one, and the limit may cut it."""
@@ -294,6 +344,13 @@ def test_json_objects(url: str, stream: bool):
     else:
         written = answer["choices"][0]["message"]["content"]
     assert json.loads(written) == {}
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny", "/metrics", "/tokenizer_info", "/"])
+def test_whoever_looks_whether_it_is_there_gets_no_body(url: str, path: str):
+    head, get = httpx.head(url + path), httpx.get(url + path)
+    assert head.status_code == get.status_code == 200 and not head.content
+    assert head.headers["content-type"] == get.headers["content-type"] and httpx.head(url + "/v1/completions").status_code == 405
 
 
 def test_tokens_to_text_and_back(url: str):

@@ -76,7 +76,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 1e-9}, "temperature"),
     ({"temperature": "1"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"min_p": 1}, "min_p"),
     ({"top_k": -2}, "top_k"),
     ({"n": 0}, "n"),

@@ -105,6 +105,16 @@ def test_forced_tools(client: openai.OpenAI, choice: object, stream: bool):
     assert not done.choices[0].message.content
 
 
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_streams_tell_that_a_call_is_complete(client: openai.OpenAI, choice: object, speculation: str):
+    """Whatever was drafted, and so however many chunks it came in."""
+    arguments = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 150, "seed": 4}
+    with client.chat.completions.stream(**arguments, parallel_tool_calls=False, extra_body={"speculation": speculation}) as events:
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert len(done) == 1 and done[0].name == "weather" and json.loads(done[0].arguments)["city"] in ("Paris", "Rome")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("written", "content", "calls"),
@@ -142,6 +152,42 @@ def test_tool_results_go_back(client: openai.OpenAI):
         answer = {"role": "assistant", "content": None, "refusal": None, "annotations": notes, "tool_calls": [call]}
         history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": "call_1", "content": "noon"}]
         assert client.chat.completions.create(model="tiny", messages=history, tools=[CLOCK], max_tokens=4).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_client_has_parsed_goes_back(client: openai.OpenAI, stream: bool):
+    def message(**how):
+        if not stream:
+            return client.chat.completions.parse(model="tiny", messages=MESSAGES, max_tokens=150, seed=4, **how).choices[0].message
+        with client.chat.completions.stream(model="tiny", messages=MESSAGES, max_tokens=150, seed=4, **how) as events:
+            return events.get_final_completion().choices[0].message
+
+    called = message(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "12 degrees"}
+    written = message(response_format=Answer)
+    history = [*MESSAGES, called, result, written, *MESSAGES]
+    assert called.tool_calls[0].function.parsed_arguments and written.parsed
+    assert client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=4).choices
+
+
+def test_a_call_that_was_cut_goes_back(client: openai.OpenAI):
+    arguments = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required", "seed": 4}
+    done = client.chat.completions.create(**arguments, max_tokens=40).choices[0]
+    (call,) = done.message.tool_calls
+    assert done.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        json.loads(call.function.arguments)
+    history = [*MESSAGES, done.message, {"role": "tool", "tool_call_id": call.id, "content": "?"}]
+    assert client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=4).choices
+
+
+def test_a_format_is_that_of_answers_in_words(client: openai.OpenAI):
+    """A call that is required has the schema of its tool."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+    arguments = {"model": "tiny", "messages": MESSAGES, "tools": [WEATHER], "max_tokens": 150, "seed": 4, "response_format": form}
+    called = client.chat.completions.create(**arguments, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    assert called.tool_calls[0].function.name == "weather" and not called.content
+    assert json.loads(client.chat.completions.create(**arguments, tool_choice="none").choices[0].message.content) is not None
 
 
 def test_errors_are_openais_own(client: openai.OpenAI):

@@ -538,6 +538,50 @@ def test_on_a_busy_machine_the_caller_works_alone_where_that_is_no_slower(tmp_pa
     assert windows(100, 1.9, 1.0) == 0, "quiet again"
 
 
+FLUSHING = """
+#define _GNU_SOURCE
+#include "crew.h"
+#ifdef __aarch64__
+#define FLUSH (1u << 24)
+#else
+#define FLUSH 0x8040
+#endif
+#define COUNT 64
+static void multiply(Worker *w, const void *job) {
+    volatile float small = 1e-30f;
+    for (int i = first(w, COUNT); i >= 0; i = next(w)) {
+        float found = 0.0f;
+        for (int j = 0; j < 5000; j++) found = small * 1e-10f;
+        if (mine(w)) (*(float *const *)job)[i] = found;
+    }
+}
+/* How many of the results of so many jobs on two threads are not 0, in a thread that flushes denormal numbers to 0, or not */
+int kept(int flush, int jobs) {
+    float out[COUNT], *job = out;
+    int found = 0;
+    const uint64_t mode = float_mode();
+    if (flush) set_float_mode(mode | FLUSH);
+    for (; jobs; jobs--) {
+        together(2, multiply, &job);
+        for (int i = 0; i < COUNT; i++) found += *(uint32_t *)&out[i] != 0;
+    }
+    set_float_mode(mode);
+    return found;
+}
+"""
+
+
+@needs_kernels
+def test_helpers_treat_denormal_numbers_as_the_caller_does(tmp_path):
+    """Else a result would depend on who computes it. The helper is there before the caller changes its mind."""
+    source, library = tmp_path / "flushing.c", tmp_path / "flushing.so"
+    source.write_text(FLUSHING)
+    command = ["cc", *native.FLAGS, "-fno-strict-aliasing", "-I", str(native.SOURCE.parent), str(source), "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    kept = ctypes.CDLL(str(library)).kept
+    assert [kept(flush, 50) for flush in (0, 1, 0)] == [50 * 64, 0, 50 * 64]
+
+
 @pytest.mark.skipif(not all(map(shutil.which, ("sh", "cc", "flock", "sha256sum"))), reason="needs a C compiler")
 def test_the_compiler_of_the_tests_serves_others_too(tmp_path):
     """Triton, which compiles FlexAttention for a GPU, has the name of the output in the middle."""

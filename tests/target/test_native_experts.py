@@ -252,6 +252,21 @@ def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, thread
         torch.set_num_threads(before)
 
 
+def test_mixtures_whose_work_is_divided_in_different_ways_are_not_run_together():
+    model = made("qwen3_moe", torch.float32)
+    model.model.layers[1].mlp.gate.top_k = 2
+    target = Target(model, execution="native", owned=True)
+    assert "mixtures of experts have different sizes" in target.reasons["fused"]
+
+
+def test_a_gate_of_a_shared_expert_beside_a_bias_of_the_router_is_not_taken():
+    """The gate is computed with the router's logits, and the bias has none for it."""
+    model = made("qwen2_moe", torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.gate.bias = torch.nn.Parameter(torch.zeros(8))
+    assert "the kernels do not take both" in Target(model, execution="native", owned=True).reasons["fused"]
+
+
 # -- texts, and weights that change -----------------------------------------------------------------------------------------
 
 

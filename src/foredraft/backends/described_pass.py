@@ -123,6 +123,8 @@ class DescribedModel(NativeModel):
             or len({sizes_of(kernel.about) for kernel in kernels}) > 1
         ):
             raise Unfit("its layers have different sizes or formats")
+        if len({layout_of(each) for each in shared.experts}) > 1:
+            raise Unfit("its mixtures of experts have different sizes or formats")
         last = getattr(base, family.last)
         norm, held = described_norm(last, family.last, like.dtype)
         self._sizes = latents[0].sizes if latents else None
@@ -482,6 +484,11 @@ def activation_of(function: Any) -> int:
 def rope_types(base: Any) -> Any:
     """The RoPE type: a name, or one for each type of layer."""
     return getattr(base.rotary_emb, "rope_type", None)
+
+
+def layout_of(about: native.Experts) -> tuple[int, ...]:
+    """What says how the work of a mixture is divided: a thread that is late may look at that of the layer before."""
+    return (*(int(getattr(about, name)) for name in ("count", "chosen", "inner", "width", "shared")), bool(about.router32))
 
 
 def sizes_of(about: native.Layer) -> tuple[int, ...]:

@@ -356,6 +356,8 @@ class Experts:
             if gate is None:
                 return "its shared_expert_gate is not packed in the kernels' layout"
             names.add("shared_expert_gate")
+        if gate is not None and (known.float32 or getattr(router, "bias", None) is not None):
+            return "its router has a bias or computes in float32, and its shared expert has a gate: the kernels do not take both"
         if odd := mlp._modules.keys() ^ names:
             return f"its mixture has or lacks parts that the kernels do not know: {', '.join(sorted(odd))}"
         if router.weight.dtype != mixture.dtype and not known.float32:

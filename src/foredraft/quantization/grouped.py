@@ -158,12 +158,14 @@ def stacked(experts: Sequence[Sequence[GroupedTensor]]) -> GroupedTensor:
     """``[E, N, K]`` of the matrices of each expert, one below the other.
 
     Raises:
-        ValueError: they are of several formats, or have inputs in an order of their own.
+        ValueError: they are of several formats, or of one that is not read for experts.
     """
     every = [each for matrices in experts for each in matrices]
     first = every[0]
     if any(each.order is not None for each in every):
         raise ValueError("groups of inputs in an order of their own (act-order), which are not read for experts")
+    if any(part is not None for each in every for part in (each.over, each.mins)):
+        raise ValueError("groups that share factors of their scales, or that have minima, which are not read for experts")
     if len({(each.bits, each.group, each.scale.dtype, each.inputs) for each in every}) > 1:
         raise ValueError("weights of several formats")
     alike = all(each.zeros is None and each.zero == first.zero for each in every)

@@ -285,6 +285,8 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
     found.state.engine = server.engine
     for path, method, handler, body in routes(server):
         found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
+        if method == "GET":
+            found.add_api_route(path, guarded(handler), methods=["HEAD"], include_in_schema=False)
     bodies = [body for *_, body in routes(server) if body is not None]
     if settings.page:
         found.include_router(router(server.engine, speculator, server.names), responses=openapi.ERRORS)

@@ -42,6 +42,7 @@ def wanted(request: CompletionRequest | ChatRequest, tokenizer: Any, ends: froze
         elif isinstance(format, JsonSchemaFormat):
             found["response_format"] = {"json_schema": format.json_schema.schema_ or {"type": "object"}}
         if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
+            found.pop("response_format", None)  # of an answer in words, which there is none
             found["tool_choice"] = {"json_schema": calls_schema(request)}
         elif not found and (calls := free_calls(request, tokenizer, ends)) is not None:
             found["tools"] = {"grammar": calls}

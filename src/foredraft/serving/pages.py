@@ -34,7 +34,7 @@ def add(app: FastAPI) -> None:
     if not FOLDER.is_dir():
         return
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index() -> FileResponse:
         return FileResponse(FOLDER / "index.html", headers=HEADERS)
 

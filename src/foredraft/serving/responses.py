@@ -247,8 +247,9 @@ class ChatAnswer(Answer):
         entries = [self._entry(each) for each in piece.entries] if self.request.logprobs else []
         self.contents[index] += entries
         found: list[dict[str, Any]] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
-        if not found:
-            found = [{"index": index, "delta": {}, "logprobs": None, "finish_reason": None}]
+        if not found or (writer.finish_reason is not None and "tool_calls" in deltas[-1]):
+            # openai-python tells that a call is complete only if the finish reason comes in a chunk behind it
+            found.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": None})
         if self.request.logprobs:
             found[0]["logprobs"] = {"content": entries, "refusal": None}
         found[-1] |= {"finish_reason": writer.finish_reason, "stop_reason": writer.stop_reason}

@@ -118,7 +118,7 @@ class Sampling(Noted):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="drawn where it is left out; the response names it")
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0 is the likeliest token alone")
     top_k: int = Field(0, ge=-1, lt=1 << 31, description="0 or -1: all tokens")
     min_p: float = Field(0.0, ge=0, lt=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -217,6 +217,7 @@ class Called(Part):
 
     name: str
     arguments: Text
+    parsed_arguments: Any = Field(None, description="no effect: openai-python's `parse` and `stream` add it")
 
 
 class ToolCall(Part):
@@ -239,6 +240,7 @@ class Message(Part):
     reasoning_content: Text | None = None
     refusal: None = None
     annotations: list[Any] | None = None
+    parsed: Any = Field(None, description="no effect: openai-python's `parse` and `stream` add it")
     audio: None = None
     function_call: None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import CacheMemoryError
 from foredraft.serving.failures import refused
 from foredraft.serving.jobs import Choice
 from foredraft.serving.settings import Settings
@@ -16,8 +16,7 @@ def sizes_of(choices: Sequence[Choice], session: Session, settings: Settings) ->
     several choices is looked at once.
 
     Raises:
-        ApiError: 400; they are too many.
-        ConfigurationError, CacheMemoryError: one of them can never run.
+        ApiError: 400; they are too many, or one of them can never run.
     """
     if len(choices) > settings.max_queue:
         most = settings.max_queue
@@ -32,12 +31,18 @@ def sizes_of(choices: Sequence[Choice], session: Session, settings: Settings) ->
 
 
 def size_of(choice: Choice, session: Session, most: int | None) -> int:
-    size, length = session.check(choice.ids, choice.parameters), len(choice.ids)
+    length = len(choice.ids)
+    begin = f"max_tokens: the prompt has {length} tokens and may get"
+    end = "; ask for fewer tokens or shorten the prompt"
+    try:
+        size = session.check(choice.ids, choice.parameters)
+    except CacheMemoryError as error:
+        more = choice.parameters.max_new_tokens
+        what = f"{begin} {more} more, which the server's cache cannot hold (--cache-memory){end}"
+        raise refused(what, "max_tokens", "context_length_exceeded") from error
     if most is not None and size > most:
-        raise ConfigurationError(
-            f"the prompt has {length} tokens and may get {size - length} more, and the server allows {most} in all; "
-            "ask for fewer tokens or shorten the prompt"
-        )
+        what = f"{begin} {size - length} more, and the server allows {most} in all (--max-batch-tokens){end}"
+        raise refused(what, "max_tokens", "context_length_exceeded")
     return size
 
 

@@ -37,6 +37,7 @@
 #define APART _Alignas(128)
 #define BITS 24 /* low bits of `next` and `done`, which count chunks; the bits above count phases */
 #define CHUNKS (1 << 20) /* entries of `phases`; who wins chunk i also computes chunks i + CHUNKS, i + 2 * CHUNKS, .. */
+#define STACK (4 << 20) /* least size in bytes of a helper's stack: products keep up to 1 MB there */
 #define RANGES 16 /* of the chunks of a phase, at most; further threads share them */
 #define CLOSED (1u << 31) /* no further helper may join */
 #define ASLEEP (1u << 30) /* the caller waits for the others to leave */
@@ -53,7 +54,7 @@
 #define TRIAL (500 * MILLISECOND) /* between two trials of the other mode while helpers bring little */
 #define WORTH 1.1 /* helpers are used if all threads get at least so many times the CPU time of the caller alone */
 
-/* A cheap clock, and the pause inside spin loops */
+/* A cheap clock; the pause inside spin loops; and how this thread rounds and treats denormal numbers, which is each thread's own */
 #ifdef __aarch64__
 INLINE uint64_t ticks(void) {
     uint64_t now;
@@ -66,9 +67,17 @@ INLINE uint64_t ticks_of_microsecond(void) {
     return of_second / 1000000;
 }
 INLINE void relax(void) { __asm__ volatile("isb"); } /* `yield` does nothing on most processors */
+INLINE uint64_t float_mode(void) {
+    uint64_t found;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(found));
+    return found;
+}
+INLINE void set_float_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
 #else
 INLINE uint64_t ticks(void) { return __rdtsc(); }
 INLINE void relax(void) { _mm_pause(); }
+INLINE uint64_t float_mode(void) { return _mm_getcsr(); }
+INLINE void set_float_mode(uint64_t mode) { _mm_setcsr(mode); }
 #endif
 
 typedef struct Worker Worker;
@@ -88,6 +97,7 @@ typedef struct {
     _Atomic int busy;              /* a caller has the crew */
     APART Work *work;
     const void *job;
+    uint64_t mode;        /* the caller's float_mode() */
     int threads, helpers; /* threads wanted, including the caller; helpers started */
     uint64_t begin;       /* the first phase of this job */
     int alone, measured;  /* whether the caller works alone at present; whether this job is measured */
@@ -239,6 +249,7 @@ static void *help(void *number) {
         if ((intptr_t)number < c->threads) {
             Worker w = {.crew = c, .number = (intptr_t)number, .threads = c->threads, .phase = c->begin};
             const uint64_t since = c->measured ? nanoseconds(CLOCK_THREAD_CPUTIME_ID) : 0;
+            set_float_mode(c->mode);
             c->work(&w, c->job);
             if (c->measured) atomic_fetch_add(&c->helped, nanoseconds(CLOCK_THREAD_CPUTIME_ID) - since);
         }
@@ -262,7 +273,9 @@ static void recruit(Crew *c, int helpers) {
     sigset_t all, before;
     pthread_attr_t detached;
     sigfillset(&all), pthread_sigmask(SIG_SETMASK, &all, &before); /* leave signals to the program's own threads */
+    size_t stack = 0;
     pthread_attr_init(&detached), pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    if (!pthread_attr_getstacksize(&detached, &stack) && stack < STACK) pthread_attr_setstacksize(&detached, STACK);
     pthread_t thread;
     while (c->helpers < helpers && !pthread_create(&thread, &detached, help, (void *)(intptr_t)(c->helpers + 1))) c->helpers++;
     pthread_attr_destroy(&detached), pthread_sigmask(SIG_SETMASK, &before, 0);
@@ -271,7 +284,7 @@ static void recruit(Crew *c, int helpers) {
 static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
     Worker w = {.crew = c, .threads = threads, .phase = c->begin};
     if (c->helpers < threads - 1) recruit(c, threads - 1);
-    c->work = work, c->job = job, c->threads = threads;
+    c->work = work, c->job = job, c->threads = threads, c->mode = float_mode();
     atomic_store(&c->inside, 0);
     atomic_fetch_add(&c->rounds, 1);
     if (atomic_load(&c->sleeping)) wake(&c->rounds);

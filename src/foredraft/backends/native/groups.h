@@ -67,6 +67,8 @@ INLINE int part_end(int k, int group_end, int K) {
     return end < K ? end : K;
 }
 
+INLINE int32_t times(int a, int b) { return (uint32_t)a * (uint32_t)b; } /* wraps around, for the sum of infinite inputs */
+
 /* Types that depend on the dtype: `given`, a prepared input; `digit`, PAIR weights of each of 16 outputs; `sum`, 16 accumulators; `whole`, the
  * sum of the inputs of a Part, which also has the power of two that they were divided by. The sums of ABREAST(n) blocks for n tokens fit into
  * registers. */
@@ -95,8 +97,8 @@ INLINE digit six_digits(const uint32_t *words, int j) {
 INLINE sum gathered_digit(sum s, digit w, const given *x) {
     return (sum){i32_add_bytes(s.low, w, (const int8_t *)x), i32_add_bytes(s.high, w, (const int8_t *)x + 4)};
 }
-INLINE sum begun_sum(i32 zero, whole inputs) { return (sum){i32_mul(zero, i32_of(-inputs)), i32_zero()}; }
-INLINE sum begun_alike(int zero, whole inputs) { return (sum){i32_of(-zero * inputs), i32_zero()}; }
+INLINE sum begun_sum(i32 zero, whole inputs) { return (sum){i32_mul(zero, i32_of(times(-1, inputs))), i32_zero()}; }
+INLINE sum begun_alike(int zero, whole inputs) { return (sum){i32_of(times(-zero, inputs)), i32_zero()}; }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(i32_add(s.low, i32_left(s.high, 8))); }
 #elif defined(BF16)
 typedef int16_t given;
@@ -121,8 +123,8 @@ INLINE digit six_digits(const uint32_t *words, int j) {
     return i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x00300030)));
 }
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
-INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
-INLINE sum begun_alike(int zero, whole inputs) { return i32_of(-zero * inputs); }
+INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(times(-1, inputs))); }
+INLINE sum begun_alike(int zero, whole inputs) { return i32_of(times(-zero, inputs)); }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(s); }
 #else
 typedef float given;

@@ -149,7 +149,7 @@ INLINE f32 f32_fma(f32 a, f32 b, f32 c) { return BOTH(f32, _mm256_fmadd_ps(a.low
 INLINE void f32_add_product(f32 *sum, f32 a, const float *x) {
     __m256 b;
     __asm__("vbroadcastss %5, %2\n\tvfmadd231ps %2, %3, %0\n\tvfmadd231ps %2, %4, %1"
-            : "+x"(sum->low), "+x"(sum->high), "=&x"(b)
+            : "+&x"(sum->low), "+&x"(sum->high), "=&x"(b)
             : "x"(a.low), "x"(a.high), "m"(*x));
 }
 INLINE f32 f32_fnma(f32 a, f32 b, f32 c) { return BOTH(f32, _mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)); }
