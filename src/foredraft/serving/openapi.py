@@ -35,15 +35,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+STREAMED = {
+    "description": "the answer; with `stream`, chunks of it as server-sent events, the last of which is `[DONE]`",
+    "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}},
+}
+KEYS = {"key": {"type": "http", "scheme": "bearer", "description": "where the server was started with `--api-key`"}}
+
+
 def described(path: str, handler: Callable[..., Any], body: type[BaseModel] | None) -> dict[str, Any]:
     """Arguments of ``add_api_route`` for ``path``."""
     extra: dict[str, Any] = {}
+    responses = ERRORS if body is None or "stream" not in body.model_fields else {200: STREAMED, **ERRORS}
     if "{name" in path:
         extra = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
     if body is not None:
         schema = {"$ref": TEMPLATE.format(model=body.__name__)}
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    return {"responses": ERRORS, "response_model": None, "summary": (handler.__doc__ or "").strip(), "openapi_extra": extra}
+    return {"responses": responses, "response_model": None, "summary": (handler.__doc__ or "").strip(), "openapi_extra": extra}
 
 
 def add_schemas(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
@@ -53,7 +61,9 @@ def add_schemas(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=TEMPLATE)
-            known = found.setdefault("components", {}).setdefault("schemas", {})
+            found["security"] = [{"key": []}, {}]  # with a key, or with none
+            found.setdefault("components", {})["securitySchemes"] = KEYS
+            known = found["components"].setdefault("schemas", {})
             known |= {**schemas.get("$defs", {}), "Error": ERROR}
             for name in ("HTTPValidationError", "ValidationError"):
                 known.pop(name, None)
