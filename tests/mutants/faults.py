@@ -663,6 +663,7 @@ FAULTS = [
         "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
     ),
     Fault("application.py", "and job.grammar is not None:", "and False:", BAD_REQUESTS),
+    Fault("requests.py", "                await self.check_tools(request, form[0])\n", "", ("tests/serving/test_tools.py",)),
     Fault("responses.py", 'and "tool_calls" in deltas[-1]):', "and False):", ("tests/serving/test_clients.py",)),
     Fault("serving/formats.py", 'found.pop("response_format", None)', "pass", ("tests/serving/test_clients.py",)),
     Fault("sizes.py", "except CacheMemoryError as error:", "except ZeroDivisionError as error:", API),

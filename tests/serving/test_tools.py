@@ -355,6 +355,14 @@ def test_strict_tools_do_not_go_with_what_says_where_the_text_ends(url: str, fie
     assert refused.status_code == 400 and "cannot be combined with tools" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "bad"}}])
+def test_the_tool_whose_schema_cannot_be_used_is_named(url: str, choice: Any):
+    tools = [named(name, strict=True, parameters=schema) for name, schema in (("good", STRICT), ("bad", {"not": STRICT}))]
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
+    error = httpx.post(url + "/v1/chat/completions", json=asked, timeout=60).json()["error"]
+    assert error["param"] == "tools.1.function.parameters" and "start:" not in error["message"]
+
+
 def test_with_the_choice_none_tools_are_not_there(url: str):
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 20, "seed": 3, "temperature": 1}
     plain, none, auto = (

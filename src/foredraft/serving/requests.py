@@ -74,9 +74,24 @@ class Requests:
             if request.ignore_eos or request.min_tokens:
                 which = "ignore_eos" if request.ignore_eos else "min_tokens"
                 raise refused(f"{which} cannot be combined with {form[0]}, which says what the text is", which)
-            grammar = await self.formats.compile(*form)
+            try:
+                grammar = await self.formats.compile(*form)
+            except ApiError:
+                await self.check_tools(request, form[0])
+                raise
         found = await self._workers.run(owner, partial(self._plan, request, isolation, grammar))
         return replace(found, grammar=form[0] if form else None)
+
+    async def check_tools(self, request: CompletionRequest | ChatRequest, field: str) -> None:
+        """Where the grammar that the ``field`` gives is made of the tools' schemas: look for the one that cannot be used.
+
+        Raises:
+            ApiError: as :meth:`Formats.compile` for that schema, by its name.
+        """
+        if isinstance(request, ChatRequest) and field in ("tools", "tool_choice"):
+            for number, tool in enumerate(request.tools):
+                if tool.function.parameters and (field == "tool_choice" or tool.function.strict):
+                    await self.formats.compile(f"tools.{number}.function.parameters", {"json_schema": tool.function.parameters})
 
     def check_model(self, model: str) -> None:
         if model not in ("", self.settings.model):
