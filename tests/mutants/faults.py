@@ -666,7 +666,8 @@ FAULTS = [
     Fault("requests.py", "                await self.check_tools(request, form[0])\n", "", ("tests/serving/test_tools.py",)),
     Fault("responses.py", 'and "tool_calls" in deltas[-1]):', "and False):", ("tests/serving/test_clients.py",)),
     Fault("serving/formats.py", 'found.pop("response_format", None)', "pass", ("tests/serving/test_clients.py",)),
-    Fault("sizes.py", "except CacheMemoryError as error:", "except ZeroDivisionError as error:", API),
+    Fault("serving/formats.py", 'elif [*found] == ["response_format"]:', "elif False:", ("tests/serving/test_tools.py",)),
+    Fault("sizes.py", 'raise refused(what, "max_tokens", "context_length_exceeded") from error', "raise", API),
     Fault("application.py", "            self.engine.leave(job)\n            raise\n", "            raise\n", BAD_REQUESTS),
     Fault(
         "tools.py", "at = len(self.held) - beginning(self.held, BEGIN) if at < 0 else at", "at = len(self.held) if at < 0 else at", CLIENTS

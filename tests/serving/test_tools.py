@@ -355,6 +355,26 @@ def test_strict_tools_do_not_go_with_what_says_where_the_text_ends(url: str, fie
     assert refused.status_code == 400 and "cannot be combined with tools" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_free_calls_or_an_answer_in_a_format(tagged: str, url: str, stream: bool):
+    """With tags that are tokens, and with tags that are text; a bias has the model begin with one, or with the answer."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer", "minimum": 1, "maximum": 5}}}
+    for server, first in ((tagged, BEGIN), (url, "<")):
+        token = httpx.post(server + "/tokenize", json={"prompt": first}, timeout=60).json()["tokens"][0]
+        for strict, bias in ((True, 100), (False, 100), (True, -100)):
+            tools = [named("f", strict=strict, parameters=STRICT)]
+            how = {"tools": tools, "response_format": form, "parallel_tool_calls": False, "logit_bias": {str(token): bias}}
+            found, reason = chat(server, stream=stream, seed=1, **how)
+            if bias < 0:
+                assert "tool_calls" not in found and json.loads(found["content"]) in range(1, 6) and reason == "stop"
+            elif reason != "length":
+                ((name, arguments),) = called(found)
+                assert name == "f" and reason == "tool_calls" and not found.get("content")
+                assert not strict or arguments["a"] in (1, 2)
+        how |= {"tool_choice": "none", "logit_bias": {}}
+        assert json.loads(chat(server, stream=stream, seed=1, **how)[0]["content"]) in range(1, 6)
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "bad"}}])
 def test_the_tool_whose_schema_cannot_be_used_is_named(url: str, choice: Any):
     tools = [named(name, strict=True, parameters=schema) for name, schema in (("good", STRICT), ("bad", {"not": STRICT}))]

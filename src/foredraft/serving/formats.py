@@ -46,6 +46,9 @@ def wanted(request: CompletionRequest | ChatRequest, tokenizer: Any, ends: froze
             found["tool_choice"] = {"json_schema": calls_schema(request)}
         elif not found and (calls := free_calls(request, tokenizer, ends)) is not None:
             found["tools"] = {"grammar": calls}
+        elif [*found] == ["response_format"]:
+            calls = free_calls(request, tokenizer, ends, found["response_format"]["json_schema"])
+            found |= {} if calls is None else {"response_format": {"grammar": calls}}
     if len(found) > 1:
         raise refused(f"{' and '.join(found)} cannot be combined: both say what the text has to match", [*found][-1])
     return next(iter(found.items()), None)

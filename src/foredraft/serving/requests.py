@@ -88,7 +88,7 @@ class Requests:
         Raises:
             ApiError: as :meth:`Formats.compile` for that schema, by its name.
         """
-        if isinstance(request, ChatRequest) and field in ("tools", "tool_choice"):
+        if isinstance(request, ChatRequest) and field in ("tools", "tool_choice", "response_format"):
             for number, tool in enumerate(request.tools):
                 if tool.function.parameters and (field == "tool_choice" or tool.function.strict):
                     await self.formats.compile(f"tools.{number}.function.parameters", {"json_schema": tool.function.parameters})

@@ -55,13 +55,14 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def free_calls(request: ChatRequest, tokenizer: Any, ends: Collection[int]) -> str | None:
-    """Where the model is free to call a tool and one of them is strict: a Lark grammar of text with calls in it. Any text will do, but
-    behind a tag that begins a call stands one: of a tool that is there, with the arguments of its schema if it is strict. None elsewhere,
-    and for a tokenizer with a response template, which may have them written in any form."""
-    if request.tool_choice not in (None, "auto") or not any(tool.function.strict for tool in request.tools):
+def free_calls(request: ChatRequest, tokenizer: Any, ends: Collection[int], form: Any = None) -> str | None:
+    """Where the model is free to call a tool, and one of them is strict or answers have the schema ``form``: a Lark grammar of text with
+    calls in it, or of calls or such an answer. Any text will do, but behind a tag that begins a call stands one: of a tool that is there,
+    with the arguments of its schema if it is strict. None elsewhere, and for a tokenizer with a response template, which may have them
+    written in any form."""
+    if request.tool_choice not in (None, "auto") or not request.tools or getattr(tokenizer, "response_template", None):
         return None
-    if getattr(tokenizer, "response_template", None):
+    if form is None and not any(tool.function.strict for tool in request.tools):
         return None
     tools = [tool.function for tool in request.tools]
     arguments = {tool.name: (tool.parameters if tool.strict else None) or ANY_ARGUMENTS for tool in tools}
@@ -73,11 +74,20 @@ def free_calls(request: ChatRequest, tokenizer: Any, ends: Collection[int]) -> s
         "$defs": {name: moved(unnamed(schema), f"#/$defs/{name}") for name, schema in arguments.items()},
     }
     special = special_tokens(tokenizer)
-    begin = f"begin: TEXT {BEGIN}" if BEGIN in special else f'begin[lazy]: TEXT "{BEGIN}"'
     end = END if END in special else f'"{END}"'
+    schema = as_lark(call)
+    if form is not None:
+        begin = BEGIN if BEGIN in special else f'"{BEGIN}"'
+        more = f"(SPACE {begin} SPACE call SPACE {end})*" if request.parallel_tool_calls else ""
+        return rf"""
+start: {begin} SPACE call SPACE {end} {more} | answer
+call: %json {schema}
+answer: %json {as_lark({"x-guidance": ONE_LINE, **form} if isinstance(form, dict) else form)}
+SPACE: /[ \n]?/
+"""
+    begin = f"begin: TEXT {BEGIN}" if BEGIN in special else f'begin[lazy]: TEXT "{BEGIN}"'
     others = sorted(number for token, number in special.items() if token not in (BEGIN, END) and number not in ends)
     other = f"(TEXT <[{','.join(map(str, others))}]>)*" if others else ""
-    schema = json.dumps(call).replace("::=", r":\u003a=")  # by which EBNF is known
     often = "*" if request.parallel_tool_calls else "?"
     return rf"""
 start: {other} (begin SPACE call SPACE {end} {other}){often} TEXT
@@ -86,6 +96,11 @@ call: %json {schema}
 SPACE: /[ \n]?/
 TEXT: /(.|\n)*/
 """
+
+
+def as_lark(schema: Any) -> str:
+    """``schema`` in a Lark grammar, without the sign by which EBNF is known."""
+    return json.dumps(schema).replace("::=", r":\u003a=")
 
 
 def unnamed(schema: Any) -> Any:
