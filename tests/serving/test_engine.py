@@ -46,9 +46,12 @@ def test_a_job_is_told_when_it_begins_what_it_gains_and_that_it_is_over():
 def test_a_job_that_cannot_run_is_refused_at_once():
     async def main() -> None:
         async with running(table_speculator(), max_batch_tokens=20, max_queue=3) as engine:
-            for wrong, why in (([], "empty"), ([7], "vocabulary"), ([0] * 13, "allows 20")):
+            for wrong, why in (([], "empty"), ([7], "vocabulary")):
                 with pytest.raises(ConfigurationError, match=why):
                     engine.submit(job(Choice(wrong, parameters())))
+            with pytest.raises(ApiError, match=r"allows 20 in all \(--max-batch-tokens\)") as found:
+                engine.submit(job(Choice([0] * 13, parameters())))
+            assert (found.value.param, found.value.code) == ("max_tokens", "context_length_exceeded")
             with pytest.raises(ApiError, match="4 texts"):
                 engine.submit(job(*[Choice([0], parameters())] * 4))
 

@@ -121,7 +121,7 @@ def test_the_command_serves_until_it_is_told_to_stop():
 
 
 def test_sigterm_drains_and_then_tells_the_rest():
-    with process(server, nothing, {"drain": 1.0}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
+    with process(server, nothing, {"drain": 3.0}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
         with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data:")
@@ -129,7 +129,7 @@ def test_sigterm_drains_and_then_tells_the_rest():
             found.kill(signal.SIGTERM)
             with httpx.Client(base_url=found.url, timeout=30) as other:  # new connections are taken, and refused in words
                 while (health := other.get("/health")).status_code == 200:
-                    assert time.monotonic() - begin < 0.9
+                    assert time.monotonic() - begin < 2.9
                 assert health.status_code == 503 and health.json() == {"status": "draining"}
                 refusal = other.post("/v1/completions", json={**LONG, "stream": False})
                 assert refusal.status_code == 503 and "about to stop" in refusal.json()["error"]["message"]
@@ -138,10 +138,10 @@ def test_sigterm_drains_and_then_tells_the_rest():
                     assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "draining", refusal.url
                 assert other.get("/metrics").status_code == other.get("/").status_code == 200
             rest = [line for line in lines if line]
-        assert 0.9 < time.monotonic() - begin < 15
+        assert 2.9 < time.monotonic() - begin < 15
         assert rest[-2] == "event: error" and "the server stops" in rest[-1] and len(rest) > 4
         assert ended(found) == 0
-        assert "have 1 s" in found.lines.read()
+        assert "have 3 s" in found.lines.read()
 
 
 def test_a_second_signal_ends_at_once():
