@@ -359,9 +359,12 @@ def test_long_tokens_fit_a_narrow_window(browser, url):
             page.locator(".landed").wait_for()
             if page.locator(".residual").count():
                 break
-        page.get_by_role("button", name="Roll 500").click()
-        page.locator(".closing").wait_for()
+        else:
+            pytest.fail("none of 100 rolls refused a guess")
         for found in (".residual .tok", ".bars code"):
+            if found == ".bars code":  # another roll, which may have no residual
+                page.get_by_role("button", name="Roll 500").click()
+                page.locator(".closing").wait_for()
             page.locator(found).first.evaluate("(each) => { each.textContent = '#'.repeat(64); }")
             assert fits(page), found
 
@@ -555,14 +558,12 @@ def test_chat_is_offered_where_there_is_a_template(browser, url):
     asked = []
     with opened(browser, url) as page:
         assert page.get_by_role("button", name="Chat").count() == 0  # python-8m has no template
-        page.evaluate("() => sessionStorage.clear()")
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
         page.route(
             "**/v1/chat/completions",
             lambda route: (asked.append(route.request.post_data_json), route.fulfill(content_type="text/event-stream", body=stream)),
         )
-        page.reload()
-        page.evaluate("() => sessionStorage.clear()")
+        page.add_init_script("sessionStorage.clear()")  # what the page as it was may still have kept
         page.reload()
         page.get_by_role("heading", name="Chat").wait_for()
         for text in ("Hi", "And now?"):
@@ -602,11 +603,9 @@ def test_while_a_text_is_written_no_other_begins(browser, url):
     """Enter sends nothing, and the kind of text stays."""
     asked = []
     with opened(browser, url) as page:
-        page.evaluate("() => sessionStorage.clear()")
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
         page.route("**/v1/chat/completions", lambda route: asked.append(route))  # no answer comes
-        page.reload()
-        page.evaluate("() => sessionStorage.clear()")
+        page.add_init_script("sessionStorage.clear()")  # what the page as it was may still have kept
         page.reload()
         page.get_by_role("heading", name="Chat").wait_for()
         other = page.get_by_role("button", name="Complete", exact=True)
@@ -626,9 +625,7 @@ def test_what_was_not_answered_can_be_sent_again(browser, url):
     with opened(browser, url) as page:
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
         page.route("**/v1/chat/completions", lambda route: asked.append(route))  # no answer comes
-        page.evaluate("() => sessionStorage.clear()")
-        page.reload()
-        page.evaluate("() => sessionStorage.clear()")
+        page.add_init_script("sessionStorage.clear()")  # what the page as it was may still have kept
         page.reload()
         message = page.get_by_label("Message")
         message.fill("Hi")
