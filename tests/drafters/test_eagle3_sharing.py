@@ -323,6 +323,8 @@ def test_texts_and_drafts_are_the_same_with_and_without_reuse(execution, batch, 
             given = {**padded(rows), "max_new_tokens": 16, "eos_token_id": None, **WAYS[way]}
             texts.append(speculator.generate(**given).sequences.tolist())
             read.append(speculator.target.layer_tokens[0] - before)
+        if execution == "native":  # what is kept of texts that are over, in pages
+            assert [bool(cache.pool.cached) for cache in (speculator.target.cache, speculator.drafter._cache)] == [reuse, reuse]
         found.append((texts, speculator.drafter.trees, read))
         speculator.close()
     (texts, trees, read), (wanted, expected, in_full) = found

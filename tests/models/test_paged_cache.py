@@ -263,6 +263,21 @@ def test_pages_come_back_from_texts_that_are_over():
     assert pool.made <= made + pool.spare + 5 and pool.held == 5
 
 
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+def test_without_reuse_nothing_is_kept_of_texts_that_are_over(drafter):
+    drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
+    speculator = Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)", reuse_prefix=False)
+    caches = [speculator.target.cache, *([drafts.model.cache] if drafter == "draft-model" else [])]
+    for seed in range(3):
+        session = speculator.session()
+        for number in range(3):
+            session.add(text(130, 10 * seed + number), RowParameters(max_new_tokens=70))
+            session.step()
+        finish(session)
+        assert all(cache.pool.cached == 0 and cache.pool.held == 0 for cache in caches)
+    assert all(cache.pool.made < 4 * 3 + 9 for cache in caches)
+
+
 def finish(session):
     while session.live:
         session.step()

@@ -130,7 +130,7 @@ class Eagle3(HeadDrafter):
             self._clear()
         self._keep_to_budget()
         first = min(first, len(self._texts.live))
-        self._texts.compact(self._cache, range(first))  # those that were opened and never begun
+        self._drop(range(first))  # those that were opened and never begun
         read = [text[: len(text) + 1 - unread] for text in texts]
         rows, lengths = self._texts.find(self._cache, read, groups, share=share, unread=0)
         self._cache.open(lengths)
@@ -181,7 +181,7 @@ class Eagle3(HeadDrafter):
         assert hidden is not None
         first = len(self._rows)
         self._read_steps(first, text, len(text) - len(hidden), hidden)
-        self._texts.compact(self._cache, range(first))
+        self._drop(range(first))
 
     def _read_steps(self, index: int, text: Sequence[int], start: int, features: Tensor) -> None:
         """Fill row ``index`` of the cache up to the position of the last of ``features`` ``[n, F * d]``, which begin at ``start``."""
@@ -196,8 +196,12 @@ class Eagle3(HeadDrafter):
             self._write(keys, values, Window(index, index + 1, (begin,), end - begin))
             self._cache.commit(None, [end - begin])
 
+    def _drop(self, keep: Sequence[int]) -> None:
+        """Drop every row of the cache not in ``keep``."""
+        self._texts.compact(self._cache, keep, share=self._target.reuse_prefix)
+
     def _keep(self, rows: list[int]) -> None:
-        self._texts.compact(self._cache, rows)
+        self._drop(rows)
         self._rows = [self._rows[index] for index in rows]
 
     def reset(self) -> None:

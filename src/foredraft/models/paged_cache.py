@@ -111,7 +111,7 @@ class PagedCache(TreeCache):
         if any(filled < told for filled, told in zip(self._filled, self._told)):
             self.pool.prefixes.clear()  # a row was opened and has not been read yet
             self._told = [0] * len(self._told)
-        for row, text in enumerate(live):
+        for row, text in enumerate(live) if share else ():
             self._tell(row, text)
         lengths, told, fresh = list[int](), list[int](), set[int]()
         whole = self.stores[0]

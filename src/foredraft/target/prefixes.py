@@ -107,10 +107,10 @@ class Texts:
         self._groups += groups
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.live)}
 
-    def compact(self, cache: Any, keep: Sequence[int]) -> None:
-        """Drop every row not in ``keep``, ascending, here and in ``cache``."""
+    def compact(self, cache: Any, keep: Sequence[int], *, share: bool) -> None:
+        """Drop every row not in ``keep``, ascending, here and in ``cache``. ``share``: whether later texts may share what they hold."""
         if isinstance(cache, KEEPING):
-            for row in set(range(len(self.live))).difference(keep):
+            for row in set(range(len(self.live))).difference(keep) if share else ():
                 cache.leave(row, self._own(self.live[row]))
         else:
             for row in range(len(keep), len(self.live)):

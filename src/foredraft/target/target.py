@@ -401,7 +401,7 @@ class Target(Passes):
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending physical indices."""
         self._early = None
-        self._texts.compact(self.cache, keep)
+        self._texts.compact(self.cache, keep, share=self.reuse_prefix)
 
     def wipe(self, rows: Sequence[int]) -> None:
         """These rows, physical indices, may hold NaN and are about to be dropped: no later row shares or reads what they hold. A mask
