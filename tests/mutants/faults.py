@@ -559,7 +559,7 @@ FAULTS = [
     Fault("eagle3.py", "        self._drop(range(first))  # those", "        # those", SHARING),
     Fault("eagle3.py", "share=self._target.reuse_prefix)", "share=True)", SHARING),
     Fault("target.py", "compact(self.cache, keep, share=self.reuse_prefix)", "compact(self.cache, keep, share=True)", PAGED),
-    Fault("paged_cache.py", "        for row, text in enumerate(live) if share else ():", "        for row, text in enumerate(live):", PAGED),
+    Fault("paged_cache.py", "row, text in enumerate(live) if share else ():", "row, text in enumerate(live):", PAGED),
     Fault("target.py", "unread=unread, most=most)", "unread=unread)", SHARING),
     Fault(
         "target.py",
