@@ -731,8 +731,9 @@ FAULTS = [
     Fault("costs.py", "min(PROMPT, READ // rows, room)", "min(PROMPT, room)", COSTS),
     Fault("products.h", "if (!read || from != tokens) read", "if (!read) read", KERNELS),  # in bfloat16, without AVX-512
     Fault("products.h", "half_of(w + b * block, odd, kind)", "half_of(w + b * block, 0, kind)", KERNELS),  # likewise
-    Fault("groups.h", "(word) * 4 + (nibble) % 2 * 2)", "(word) * 4)", GROUPS),
-    Fault("groups.h", "UPPER_OF(j / 8, j % 8 / 4)", "UPPER_OF(j / 8, 0)", VECTORS),
+    Fault("groups.h", "i32_of(0x0c0c0c0c)", "i32_of(0x04040404)", GROUPS),
+    Fault("groups.h", "(number) % 2 * 2 + (i) * 2)", "(number) % 2 * 2)", GROUPS),
+    Fault("groups.h", "PLACE_OF(number, i) ((number) * 4)", "PLACE_OF(number, i) ((number) / 2 * 8)", VECTORS),  # with VNNI
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
     Fault("tiles.h", "x += TILE_ROWS * K,", "x += K,", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),

@@ -191,25 +191,25 @@ def by_expert(x: Tensor, weight: GroupedTensor, *, offs: Tensor) -> Tensor:
     return out
 
 
-SIXTEEN = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # weights in the order of their upper two bits
-PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+FIRST = [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14]  # of sixteen weights of six bits, those that have a byte
+LAST = [9, 11, 13, 15]  # those of which each third byte has two bits
+SIXTEEN = [(FIRST + LAST).index(weight) for weight in range(16)]
 
 
 def codes_from(packed: Tensor, bits: int) -> Tensor:
     """Unpack ``[..., K * bits / 8]`` into integers ``[..., K]`` uint8."""
     if bits == 6:
         blocks = packed.reshape(*packed.shape[:-1], -1, 12)
-        upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., [SIXTEEN.index(weight) for weight in range(16)]]
-        return (codes_from(blocks[..., :8], 4) | upper << 4).flatten(-2)
+        low, middle, high = (blocks >> 6).unflatten(-1, (3, 4)).unbind(-2)
+        return torch.cat((blocks & 63, low | middle << 2 | high << 4), -1)[..., SIXTEEN].flatten(-2)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`codes_from`. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their
-    upper two in the order of :data:`SIXTEEN`: the byte that has the upper bits of a weight lies as its byte of lower bits does."""
+    """The inverse of :func:`codes_from`. Sixteen integers of six bits are twelve bytes: each has one of :data:`FIRST` and above it two bits
+    of one of :data:`LAST`, the lowest ones in the first four bytes."""
     if bits == 6:
         blocks = codes.reshape(*codes.shape[:-1], -1, 16)
-        upper = (blocks >> 4)[..., SIXTEEN].reshape(*blocks.shape[:-1], 4, 4)
-        upper = (upper << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)
-        return torch.cat((bytes_from(blocks & 15, 4), upper), -1).flatten(-2)
+        last = blocks[..., LAST]
+        return (blocks[..., FIRST] | torch.cat([(last >> place & 3) << 6 for place in (0, 2, 4)], -1)).flatten(-2)
     return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

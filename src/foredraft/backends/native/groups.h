@@ -3,8 +3,10 @@
  * A weight is (q - zero) * scale, or (q - zero) * scale - zeros * mins, in which zeros may be all 1. For e2m1 floats (4 bits), q is twice the
  * float, from a table, and zero is 0.
  * A packed matrix [N, K] is [N/64][K/8][64] words of eight 4-bit weights of one output, the first input in the lowest bits; or
- * [N/64][K/4][64] words of four 8-bit weights. 6-bit weights are [N/64][K/16][3][64] words: two of the lower four bits of eight weights, and
- * one of the upper two bits of these sixteen. N is padded to 64. The words of 64 outputs are contiguous and are read as one stream.
+ * [N/64][K/4][64] words of four 8-bit weights. Sixteen 6-bit weights are three words of [N/64][K/16][3][64], and four fours: every second one
+ * of the first eight from weight 0 and from weight 1 on, then those of the last eight. A byte of a word has a weight of the four of the same
+ * number, and above it two bits of one of the last four, the lowest ones in the first word. N is padded to 64. The words of 64 outputs are
+ * contiguous and are read as one stream.
  *
  * Inputs are prepared once for all outputs, in parts; a part ends with its group, or after SEGMENT inputs. For each part the kernel sums
  * x * q, from -zero * sum(x) on unless there are `mins`, and multiplies the sum by the scale: cheaper than scaling every weight. A token's result
@@ -28,7 +30,6 @@
 #define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight in a word; of 6-bit weights the lower ones */
 #define INPUTS_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 4 : (kind) == GROUPS_OF_SIX ? 16 : 8) /* whose weights are read together */
 #define WORDS_OF(kind, inputs) ((size_t)(inputs) / INPUTS_OF(kind) * ((kind) == GROUPS_OF_SIX ? 3 : 1)) /* of one output */
-#define UPPER_OF(word, nibble) ((nibble) / 2 * 8 + (word) * 4 + (nibble) % 2 * 2) /* where the upper bits of a 6-bit weight begin in their word */
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
@@ -89,11 +90,9 @@ INLINE digit digits(i32 words, int j, int kind) {
     const i32 found = i32_and(j ? i32_right(words, 4) : words, i32_of(0x0f0f0f0f));
     return kind == GROUPS_OF_E2M1 ? i32_bytes_of_e2m1(found) : found;
 }
-INLINE digit six_digits(const uint32_t *words, int j) {
-    const i32 lower = digits(i32_load(words + j / 8 * OUTPUTS), j % 8, GROUPS_OF_FOUR), upper = i32_load(words + 2 * OUTPUTS);
-    const int place = UPPER_OF(j / 8, j % 8 / 4); /* in each byte */
-    return i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x30303030)));
-}
+/* All four of a quad */
+INLINE digit of_quad(i32 quad, int i) { return (void)i, quad; }
+#define PLACE_OF(number, i) ((number) * 4)
 INLINE sum gathered_digit(sum s, digit w, const given *x) {
     return (sum){i32_add_bytes(s.low, w, (const int8_t *)x), i32_add_bytes(s.high, w, (const int8_t *)x + 4)};
 }
@@ -116,12 +115,9 @@ INLINE digit digits(i32 words, int j, int kind) {
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
-/* The same of 6-bit weights, j < 16 */
-INLINE digit six_digits(const uint32_t *words, int j) {
-    const int place = UPPER_OF(j / 8, j % 8 / PAIR); /* in each half */
-    const i32 lower = digits(i32_load(words + j / 8 * OUTPUTS), j % 8, GROUPS_OF_FOUR), upper = i32_load(words + 2 * OUTPUTS);
-    return i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x00300030)));
-}
+/* The first and the third of a quad, or for i = 2 the others */
+INLINE digit of_quad(i32 quad, int i) { return i ? i32_halves_right(quad, 8) : i32_and(quad, i32_of(0x00ff00ff)); }
+#define PLACE_OF(number, i) ((number) / 2 * 8 + (number) % 2 * 2 + (i) * 2)
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(times(-1, inputs))); }
 INLINE sum begun_alike(int zero, whole inputs) { return i32_of(times(-zero, inputs)); }
@@ -142,16 +138,20 @@ INLINE digit digits(i32 words, int j, int kind) {
     READ_AGAIN(mask);
     return i32_to_f32(j + 1 < 32 / bits ? i32_and(words, i32_of(mask)) : i32_right(words, bits * j));
 }
-INLINE digit six_digits(const uint32_t *words, int j) {
-    const int place = UPPER_OF(j / 8, j % 8);
-    const i32 lower = i32_and(i32_right(i32_load(words + j / 8 * OUTPUTS), j % 8 * 4), i32_of(15)), upper = i32_load(words + 2 * OUTPUTS);
-    return i32_to_f32(i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x30))));
-}
+INLINE digit of_quad(i32 quad, int i) { return i32_to_f32(i == 3 ? i32_right(quad, 24) : i32_and(i32_right(quad, 8 * i), i32_of(255))); }
+#define PLACE_OF(number, i) ((number) / 2 * 8 + (number) % 2 + (i) * 2)
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return f32_fma(w, f32_of(*x), so_far); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return f32_mul(i32_to_f32(zero), f32_of(-inputs)); }
 INLINE sum begun_alike(int zero, whole inputs) { return f32_of(-zero * inputs); }
 INLINE f32 ended_sum(sum s) { return s; }
 #endif
+
+/* Four 6-bit weights of each output as bytes, of the sixteen in three words. PLACE_OF(number, i) is where their inputs from the i-th on are. */
+INLINE i32 quad_of(const uint32_t *words, int number) {
+    if (number < 3) return i32_and(i32_load(words + number * OUTPUTS), i32_of(0x3f3f3f3f));
+    const i32 low = i32_and(i32_right(i32_load(words), 6), i32_of(0x03030303)), high = i32_and(i32_right(i32_load(words + 2 * OUTPUTS), 2), i32_of(0x30303030));
+    return i32_xor(i32_xor(low, i32_and(i32_right(i32_load(words + OUTPUTS), 4), i32_of(0x0c0c0c0c))), high);
+}
 
 typedef struct {
     whole sum;
@@ -264,6 +264,7 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
     }
 }
 
+#define AT_ONCE_OF(kind) ((kind) == GROUPS_OF_SIX ? 4 : PAIR) /* weights that are read from memory together */
 /* Add a part of `steps` inputs x [n, SEGMENT] to totals [n, OUTPUTS]. The group's scales and zero points begin at index `at`, its `over` and
  * `mins` at `above`. Unless null, as many words from `soon` on are prefetched. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
@@ -278,13 +279,16 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
             const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
             for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
 #pragma GCC unroll 16
-            for (int j = 0; j < count; j += PAIR) {
-                const given *x_j = x + k + j;
+            for (int j = 0; j < count; j += AT_ONCE_OF(kind)) {
+                const given *x_j = x + k + (kind == GROUPS_OF_SIX ? PLACE_OF(j / 4, 0) : j);
                 for (int b = 0; b < ABREAST(n); b++) {
                     READ_AGAIN(w);
                     if (b && n > 1) READ_AGAIN(x_j);
-                    const digit w_j = kind == GROUPS_OF_SIX ? six_digits(w + b * 16, j) : digits(i32_load(w + b * 16), j, kind);
-                    for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + t * SEGMENT);
+                    const i32 some = kind == GROUPS_OF_SIX ? quad_of(w + b * 16, j / 4) : i32_load(w + b * 16);
+                    for (int i = 0; i < AT_ONCE_OF(kind); i += PAIR) {
+                        const digit w_j = kind == GROUPS_OF_SIX ? of_quad(some, i) : digits(some, j, kind);
+                        for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + PLACE_OF(0, i) + t * SEGMENT);
+                    }
                 }
             }
         }
