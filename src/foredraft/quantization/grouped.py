@@ -200,7 +200,7 @@ def codes_from(packed: Tensor, bits: int) -> Tensor:
     """Unpack ``[..., K * bits / 8]`` into integers ``[..., K]`` uint8."""
     if bits == 6:
         blocks = packed.reshape(*packed.shape[:-1], -1, 12)
-        low, middle, high = (blocks >> 6).unflatten(-1, (3, 4)).unbind(-2)
+        low, middle, high = (blocks >> 6).reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
         return torch.cat((blocks & 63, low | middle << 2 | high << 4), -1)[..., SIXTEEN].flatten(-2)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
