@@ -579,7 +579,12 @@ FAULTS = [
     Fault("experts.h", "ready_from(r, T == 1 ? 0 : begin + from, all, H)", "ready_from(r, T == 1 ? 0 : begin, all, H)", GROUPED_EXPERTS),
     Fault("experts.h", "tokens ? tokens + from : 0, stride", "tokens, stride", GROUPED_EXPERTS),
     Fault("groups.h", "shifted || i % count == count - 1", "i % count == count - 1", GROUPED_EXPERTS),
-    Fault("vectors.h", "12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1", "12, 0, -1, -2, -3, -4, -6, -8, -10, 0, 1", GROUPED_EXPERTS),
+    Fault(
+        "x86.h",
+        "numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13,",
+        "numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 14,",
+        GROUPED_EXPERTS,
+    ),
     Fault("checkpoints.py", '"gate_up_proj": (0, 1)', '"gate_up_proj": (1, 0)', GROUPED_EXPERTS),
     Fault("checkpoints.py", '("w1", "w3", "w2")', '("w3", "w1", "w2")', GROUPED_EXPERTS),
     Fault("checkpoints.py", "scales.double() - 128", "scales.double() - 127", GROUPED_EXPERTS),
@@ -713,9 +718,9 @@ FAULTS = [
     Fault("connections.py", "if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:", "if True:", SERVE),
     Fault("protect.py", 'state["key"] or str((scope.get("client") or ("",))[0])', 'state["key"] or ""', THREADS),
     # -- the audit of a server
-    Fault("groups.h", "group_end += m->group, at += OUTPUTS;", "group_end += m->group, at += k ? OUTPUTS : 0;", GROUPS),
+    Fault("groups.h", "in_group = m->group, at += OUTPUTS;", "in_group = m->group, at += nested ? OUTPUTS : 0;", GROUPS),
     Fault("groups.h", "nested = 0, above += OUTPUTS;", "nested = 0;", GROUPS),
-    Fault("groups.h", "words += WORDS_OF(kind, end - k) * OUTPUTS;", "words += WORDS_OF(kind, m->group) * OUTPUTS;", GROUPS),
+    Fault("groups.h", "words += WORDS_OF(kind, steps) * OUTPUTS, x", "words += WORDS_OF(kind, m->group) * OUTPUTS, x", GROUPS),
     Fault("groups.h", "return i32_mul(zero, i32_of(times(-1, inputs)));", "return i32_zero();", GROUPS + VECTORS),  # not where VNNI is used
     Fault("groups.h", "return i32_of(times(-zero, inputs));", "return i32_zero();", GROUPS + VECTORS),  # likewise
     Fault("groups.h", "(exponent < 15 ? 15 : exponent) - 14,", "(exponent < 15 ? 15 : exponent) - 7,", GROUPS),

@@ -33,6 +33,13 @@
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
+/* Whether a word of weights stays in its register until all of them are multiplied. Otherwise it is read again for each digit, since sums
+ * and inputs take the registers. Measured with AVX2 only. */
+#if defined(BF16) && defined(__AVX2__) && !defined(__AVX512F__)
+#define WORDS_STAY(kind, n) ((n) == 1 && !IN_QUADS(kind))
+#else
+#define WORDS_STAY(kind, n) 0
+#endif
 /* Makes compilers load *p from the L1 cache at each use: kept in a register, it would spill accumulators */
 #define READ_AGAIN(p) __asm__ volatile("" : "+r"(p))
 
@@ -72,7 +79,14 @@ INLINE int32_t times(int a, int b) { return (uint32_t)a * (uint32_t)b; } /* wrap
 
 /* Types that depend on the dtype: `given`, a prepared input; `digit`, PAIR weights of each of 16 outputs; `sum`, 16 accumulators; `whole`, the
  * sum of the inputs of a Part, which also has the power of two that they were divided by. The sums of ABREAST(n) blocks for n tokens fit into
- * registers. */
+ * registers. A `quad` is four weights of each output as bytes, OFFSET more than they are, since bytes have no sign. */
+#ifdef BF16
+#define IN_QUADS(kind) ((kind) == GROUPS_OF_SIX || (kind) == GROUPS_OF_E2M1)
+#define OFFSET(kind) ((kind) == GROUPS_OF_E2M1 ? 12 : 0)
+#else
+#define IN_QUADS(kind) ((kind) == GROUPS_OF_SIX)
+#define OFFSET(kind) 0
+#endif
 #if defined(BF16) && defined(IN_BYTES)
 typedef int16_t given;
 typedef i32 digit;
@@ -81,15 +95,10 @@ typedef struct {
 } sum;
 typedef int32_t whole;
 #define PAIR 4
-#define OFFSET(kind) ((kind) == GROUPS_OF_E2M1 ? 12 : 0) /* added to weights, which are then not negative */
 #define ABREAST(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? BLOCKS / 2 : 1)
 
 /* Four weights as bytes: of eight in a word, every second one */
-INLINE digit digits(i32 words, int j, int kind) {
-    if (kind == GROUPS_OF_EIGHT) return words;
-    const i32 found = i32_and(j ? i32_right(words, 4) : words, i32_of(0x0f0f0f0f));
-    return kind == GROUPS_OF_E2M1 ? i32_bytes_of_e2m1(found) : found;
-}
+INLINE digit digits(i32 words, int j, int kind) { return kind == GROUPS_OF_EIGHT ? words : i32_and(j ? i32_right(words, 4) : words, i32_of(0x0f0f0f0f)); }
 /* All four of a quad */
 INLINE digit of_quad(i32 quad, int i) { return (void)i, quad; }
 #define PLACE_OF(number, i) ((number) * 4)
@@ -105,13 +114,11 @@ typedef i32 digit;
 typedef i32 sum;
 typedef int32_t whole;
 #define PAIR 2
-#define OFFSET(kind) 0
 #define ABREAST(n) TOGETHER(n)
 
 /* Weight j / PAIR of the lower half of each word, and the same weight of its upper half */
 INLINE digit digits(i32 words, int j, int kind) {
     const int bits = WIDTH_OF(kind);
-    if (kind == GROUPS_OF_E2M1) return i32_twice_e2m1(j ? i32_right(words, bits * j / PAIR) : words);
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
@@ -128,7 +135,6 @@ typedef f32 digit;
 typedef f32 sum;
 typedef float whole;
 #define PAIR 1
-#define OFFSET(kind) 0
 #define ABREAST(n) TOGETHER(n)
 
 INLINE digit digits(i32 words, int j, int kind) {
@@ -146,8 +152,10 @@ INLINE sum begun_alike(int zero, whole inputs) { return f32_of(-zero * inputs); 
 INLINE f32 ended_sum(sum s) { return s; }
 #endif
 
-/* Four 6-bit weights of each output as bytes, of the sixteen in three words. PLACE_OF(number, i) is where their inputs from the i-th on are. */
-INLINE i32 quad_of(const uint32_t *words, int number) {
+/* Quad `number` of the sixteen 6-bit weights in three words, or of the eight floats in one: of these, every second one from `number` on.
+ * PLACE_OF(number, i) is where the inputs of a quad's weights from the i-th on are. */
+INLINE i32 quad_of(const uint32_t *words, int number, int kind) {
+    if (kind == GROUPS_OF_E2M1) return i32_bytes_of_e2m1(i32_and(number ? i32_right(i32_load(words), 4) : i32_load(words), i32_of(0x0f0f0f0f)));
     if (number < 3) return i32_and(i32_load(words + number * OUTPUTS), i32_of(0x3f3f3f3f));
     const i32 low = i32_and(i32_right(i32_load(words), 6), i32_of(0x03030303)), high = i32_and(i32_right(i32_load(words + 2 * OUTPUTS), 2), i32_of(0x30303030));
     return i32_xor(i32_xor(low, i32_and(i32_right(i32_load(words + OUTPUTS), 4), i32_of(0x0c0c0c0c))), high);
@@ -264,44 +272,76 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
     }
 }
 
-#define AT_ONCE_OF(kind) ((kind) == GROUPS_OF_SIX ? 4 : PAIR) /* weights that are read from memory together */
+#define AT_ONCE_OF(kind) (IN_QUADS(kind) ? 4 : PAIR) /* weights that are read from memory together */
+/* Add the products of the weights from the j-th on in `some`, which is a word of each of 16 outputs or a quad */
+INLINE void gathered_word(sum *sums, i32 some, const given *x, int j, int kind, int n) {
+    for (int i = 0; i < AT_ONCE_OF(kind); i += PAIR) {
+        const digit w = IN_QUADS(kind) ? of_quad(some, i) : digits(some, j, kind);
+        for (int t = 0; t < n; t++) sums[t] = gathered_digit(sums[t], w, x + PLACE_OF(0, i) + t * SEGMENT);
+    }
+}
+
+static __attribute__((noinline)) void subtract_mins(const Matrix *m, size_t at, size_t above, const Part *parts, float *totals, int blocks, int n) {
+    for (int o = 0; o < blocks * 16; o += 16)
+        for (int t = 0; t < n; t++) {
+            float *total = totals + t * OUTPUTS + o;
+            f32_store(total, f32_fnma(least(m, at + o, above + o), f32_of(parts[t].sum * parts[t].scale), f32_load(total)));
+        }
+}
+
+static __attribute__((noinline)) void widen_scales(const Matrix *m, size_t at, size_t above, float *found, int blocks) {
+    for (int o = 0; o < blocks * 16; o += 16) f32_store(found + o, scales(m, at + o, above + o));
+}
+
+/* totals += sums times their scales, which are float16 or `widened` */
+INLINE void add_sums(sum sums[BLOCKS][TOKENS], const uint16_t *halves, const float *widened, const Part *parts, float *totals, int blocks, int n) {
+    const float factor = parts->scale;
+    UNROLLED for (int b = 0; b < blocks; b++) {
+        const f32 scale = halves ? f32_from_half(halves + b * 16) : f32_load(widened + b * 16);
+        UNROLLED for (int t = 0; t < n; t++) {
+            float *total = totals + t * OUTPUTS + b * 16;
+            f32_store(total, f32_fma(ended_sum(sums[b][t]), f32_mul(scale, f32_of(n == 1 ? factor : parts[t].scale)), f32_load(total)));
+        }
+    }
+}
+
 /* Add a part of `steps` inputs x [n, SEGMENT] to totals [n, OUTPUTS]. The group's scales and zero points begin at index `at`, its `over` and
  * `mins` at `above`. Unless null, as many words from `soon` on are prefetched. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, const char *soon) {
     const int count = INPUTS_OF(kind), alike = m->mins || !m->zeros, zero = m->zero + OFFSET(kind);
     for (int c = 0; c < BLOCKS; c += ABREAST(n)) {
+        float widened[OUTPUTS];
+        if (m->mins) subtract_mins(m, at + c * 16, above + c * 16, parts, totals + c * 16, ABREAST(n), n);
+        if (m->scales != HALF) widen_scales(m, at + c * 16, above + c * 16, widened, ABREAST(n));
         sum sums[BLOCKS][TOKENS];
         for (int b = 0; b < ABREAST(n); b++)
             for (int t = 0; t < n; t++)
                 sums[b][t] = alike ? begun_alike(zero, parts[t].sum) : begun_sum(i32_add(zeros(m, at + (c + b) * 16), i32_of(OFFSET(kind))), parts[t].sum);
-        for (int k = 0; k < steps; k += count) {
-            const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
+        const uint32_t *w = words + c * 16;
+        const given *x_k = x;
+        for (int k = 0; k < steps; k += count, w += WORDS_OF(kind, count) * OUTPUTS, x_k += count) {
             for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
-#pragma GCC unroll 16
-            for (int j = 0; j < count; j += AT_ONCE_OF(kind)) {
-                const given *x_j = x + k + (kind == GROUPS_OF_SIX ? PLACE_OF(j / 4, 0) : j);
+            if (WORDS_STAY(kind, n)) {
+                for (int b = 0; b < ABREAST(n); b++) {
+                    const i32 some = i32_kept(i32_load(w + b * 16));
+                    for (int j = 0; j < count; j += PAIR) gathered_word(sums[b], some, x_k + j, j, kind, n);
+                }
+                continue;
+            }
+            UNROLLED for (int j = 0; j < count; j += AT_ONCE_OF(kind)) {
+                const given *x_j = x_k + (IN_QUADS(kind) ? PLACE_OF(j / 4, 0) : j);
                 for (int b = 0; b < ABREAST(n); b++) {
                     READ_AGAIN(w);
                     if (b && n > 1) READ_AGAIN(x_j);
-                    const i32 some = kind == GROUPS_OF_SIX ? quad_of(w + b * 16, j / 4) : i32_load(w + b * 16);
-                    for (int i = 0; i < AT_ONCE_OF(kind); i += PAIR) {
-                        const digit w_j = kind == GROUPS_OF_SIX ? of_quad(some, i) : digits(some, j, kind);
-                        for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + PLACE_OF(0, i) + t * SEGMENT);
-                    }
+                    gathered_word(sums[b], IN_QUADS(kind) ? quad_of(w + b * 16, j / 4, kind) : i32_load(w + b * 16), x_j, j, kind, n);
                 }
             }
         }
-        for (int b = 0; b < ABREAST(n); b++) {
-            const int o = (c + b) * 16;
-            const f32 scale = scales(m, at + o, above + o);
-            const f32 subtracted = m->mins ? least(m, at + o, above + o) : f32_zero();
-            for (int t = 0; t < n; t++) {
-                f32 total = f32_load(totals + t * OUTPUTS + o);
-                if (m->mins) total = f32_fnma(subtracted, f32_of(parts[t].sum * parts[t].scale), total);
-                f32_store(totals + t * OUTPUTS + o, f32_fma(ended_sum(sums[b][t]), f32_mul(scale, f32_of(parts[t].scale)), total));
-            }
-        }
+        if (m->scales == HALF)
+            add_sums(sums, (const uint16_t *)m->scale + at + c * 16, 0, parts, totals + c * 16, ABREAST(n), n);
+        else
+            add_sums(sums, 0, widened, parts, totals + c * 16, ABREAST(n), n);
     }
 }
 
@@ -310,19 +350,26 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
 INLINE void of_tokens(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n, int kind) {
     const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(kind, K);
-    const char *last = (const char *)(words + WORDS_OF(kind, K) * OUTPUTS);
+    const char *soon = (const char *)words + SOON, *last = (const char *)(words + WORDS_OF(kind, K) * OUTPUTS);
     const Part *parts = p->parts + t;
+    const given *x = p->inputs + t * SEGMENT;
+    const uint8_t *twice = p->twice;
+    const size_t rest = p->rest, gap = (size_t)(all - 1) * SEGMENT;
     size_t at = (size_t)o * groups, above = (size_t)o * shared;
-    for (int k = 0, end, number = 0, group_end = m->group, nested = 0; k < K; k = end, number++, parts += 2 * all) {
-        const given *x = p->inputs + ((size_t)k / SEGMENT * all + t) * SEGMENT + k % SEGMENT;
-        const char *soon = (const char *)words + SOON;
-        if (soon >= last) soon = after ? after + (soon - last) : 0;
-        end = part_end(k, group_end, K);
-        for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
-            of_part(m, at, above, words, x + i * p->rest, parts + i * all, totals, end - k, n, kind, i == 0 && t == 0 ? soon : 0);
-        words += WORDS_OF(kind, end - k) * OUTPUTS;
-        if (end < group_end) continue;
-        group_end += m->group, at += OUTPUTS;
+    int in_group = m->group, in_segment = SEGMENT, nested = 0; /* inputs that are left */
+    while (K) {
+        int steps = in_group < in_segment ? in_group : in_segment;
+        if (steps > K) steps = K;
+        if (soon >= last) soon = after ? after + (soon - last) : 0, last = (const char *)UINTPTR_MAX;
+        of_part(m, at, above, words, x, parts, totals, steps, n, kind, t == 0 ? soon : 0);
+        if (*twice++ & 1) /* & 1: a preempted thread may read garbage here */
+            of_part(m, at, above, words, x + rest, parts + all, totals, steps, n, kind, 0);
+        words += WORDS_OF(kind, steps) * OUTPUTS, x += steps, parts += 2 * all, K -= steps;
+        if (soon) soon += WORDS_OF(kind, steps) * OUTPUTS * sizeof(uint32_t);
+        in_group -= steps, in_segment -= steps;
+        if (!in_segment) in_segment = SEGMENT, x += gap;
+        if (in_group) continue;
+        in_group = m->group, at += OUTPUTS;
         if (shared && ++nested == m->nested) nested = 0, above += OUTPUTS;
     }
 }

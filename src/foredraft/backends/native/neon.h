@@ -36,6 +36,7 @@ INLINE int32x4_t load_some_of_four(lanes m, const int32_t *p) {
         if (m >> i & 1) some[i] = p[i];
     return vld1q_s32(some);
 }
+INLINE i32 i32_kept(i32 x) { return x; }
 INLINE i32 i32_load_some(lanes m, const int32_t *p) {
     return (i32){load_some_of_four(m, p), load_some_of_four(m >> 4, p + 4), load_some_of_four(m >> 8, p + 8), load_some_of_four(m >> 12, p + 12)};
 }
@@ -127,17 +128,15 @@ INLINE i32 i32_halves_right(i32 x, int by) { /* shifts both 16-bit halves of eac
 }
 
 /* Twice the e2m1 float (4 bits) in the lowest bits: of each 16-bit half, as an integer; of each word, as a float. Other bits are ignored. */
-INLINE int32x4_t four_twice_e2m1(int32x4_t x) { /* look up both bytes of each half, then keep the upper one, sign-extended */
-    const int8x16_t numbers = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    const uint8x16_t lower = vreinterpretq_u8_s32(vandq_s32(x, vdupq_n_s32(0x000f000f)));
-    const uint8x16_t both = vorrq_u8(lower, vreinterpretq_u8_u16(vshlq_n_u16(vreinterpretq_u16_u8(lower), 8)));
-    return vreinterpretq_s32_s16(vshrq_n_s16(vreinterpretq_s16_s8(vqtbl1q_s8(numbers, both)), 8));
+INLINE int32x4_t four_bytes_of_e2m1(int32x4_t x) {
+    const uint8x16_t numbers = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return vreinterpretq_s32_u8(vqtbl1q_u8(numbers, vreinterpretq_u8_s32(x)));
 }
-INLINE i32 i32_twice_e2m1(i32 x) { return EACH(i32, four_twice_e2m1, x); }
+INLINE i32 i32_bytes_of_e2m1(i32 x) { return EACH(i32, four_bytes_of_e2m1, x); }
 INLINE float32x4_t four_of_twice_e2m1(int32x4_t x) {
-    const float32x4_t size = vcvtq_f32_s32(vandq_s32(four_twice_e2m1(vandq_s32(x, vdupq_n_s32(7))), vdupq_n_s32(15)));
+    const int32x4_t size = vsubq_s32(vandq_s32(four_bytes_of_e2m1(vandq_s32(x, vdupq_n_s32(7))), vdupq_n_s32(255)), vdupq_n_s32(12));
     const uint32x4_t sign = vshlq_n_u32(vshrq_n_u32(vreinterpretq_u32_s32(vshlq_n_s32(x, 28)), 31), 31);
-    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(size), sign));
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(vcvtq_f32_s32(size)), sign));
 }
 INLINE f32 f32_twice_e2m1(i32 x) { return EACH(f32, four_of_twice_e2m1, x); }
 

@@ -16,6 +16,7 @@ typedef struct {
     uint8_t bytes[TILE_ROWS][64];
 } Tile;
 static __thread Tile tile_of[8];
+static _Atomic int tiles_used;
 
 INLINE float of_brain(value x) {
     const uint32_t bits = (uint32_t)x << 16;
@@ -34,6 +35,7 @@ static void tiles_begin(int tokens) {
 #define tile_store(i, p, stride) \
     for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)(p) + row * (stride), tile_of[i].bytes[row], 64)
 static void tile_product(int sum, int inputs, int weights) {
+    tiles_used = 1;
     for (int t = 0; t < tile_of[sum].rows; t++) {
         const value *x = (const value *)tile_of[inputs].bytes[t];
         float *y = (float *)tile_of[sum].bytes[t];

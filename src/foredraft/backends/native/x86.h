@@ -37,6 +37,7 @@ INLINE i32 i32_zero(void) { return _mm512_setzero_si512(); }
 INLINE i32 i32_count(void) { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 INLINE i32 i32_load(const void *p) { return _mm512_loadu_si512(p); }
 INLINE void i32_store(void *p, i32 x) { _mm512_storeu_si512(p, x); }
+INLINE i32 i32_kept(i32 x) { return x; } /* in a register, from which compilers take it */
 INLINE i32 i32_load_some(lanes m, const int32_t *p) { return _mm512_maskz_loadu_epi32(m, p); }
 INLINE i32 i32_add(i32 a, i32 b) { return _mm512_add_epi32(a, b); }
 INLINE i32 i32_sub(i32 a, i32 b) { return _mm512_sub_epi32(a, b); }
@@ -69,11 +70,11 @@ INLINE i32 f32_as_i32(f32 x) { return _mm512_castps_si512(x); }
 INLINE i32 i32_from_8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i32 i32_from_16(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void i32_to_16(uint16_t *p, i32 x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); } /* the lower halves */
-/* Twice the e2m1 float (4 bits) in the lowest bits: of each 16-bit half, as an integer; of each word, as a float. Other bits are ignored. */
-INLINE i32 i32_twice_e2m1(i32 x) {
-    static const int16_t numbers[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    return _mm512_permutexvar_epi16(x, i32_load(numbers));
+/* 12 plus twice the e2m1 float in the lowest four bits of each byte; the other bits must be zero */
+INLINE i32 i32_bytes_of_e2m1(i32 x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
 }
+/* Twice the e2m1 float in the lowest four bits of each word; other bits are ignored */
 INLINE f32 f32_twice_e2m1(i32 x) {
     static const float numbers[] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
     return _mm512_permutexvar_ps(x, f32_load(numbers));
@@ -190,6 +191,10 @@ INLINE i32 i32_zero(void) { return BOTH(i32, _mm256_setzero_si256(), _mm256_setz
 INLINE i32 i32_count(void) { return BOTH(i32, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)); }
 INLINE i32 i32_load(const void *p) { return BOTH(i32, _mm256_loadu_si256(p), _mm256_loadu_si256((const __m256i *)p + 1)); }
 INLINE void i32_store(void *p, i32 x) { _mm256_storeu_si256(p, x.low), _mm256_storeu_si256((__m256i *)p + 1, x.high); }
+INLINE i32 i32_kept(i32 x) {
+    __asm__("" : "+x"(x.low), "+x"(x.high));
+    return x;
+}
 INLINE i32 i32_load_some(lanes m, const int32_t *p) {
     return BOTH(i32, _mm256_maskload_epi32(p, spread(m, 0)), _mm256_maskload_epi32(p + 8, spread(m, 8)));
 }
@@ -242,11 +247,9 @@ INLINE i32 i32_from_16(const uint16_t *p) {
 INLINE void i32_to_16(uint16_t *p, i32 x) { /* keeps the lower halves; the upper ones must be zero */
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xd8));
 }
-INLINE i32 i32_twice_e2m1(i32 x) { /* look up both bytes of each half, then keep the upper one, sign-extended */
-    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-    x = i32_and(x, i32_of(0x000f000f)), x = i32_add(x, i32_left(x, 8));
-    x = BOTH(i32, _mm256_shuffle_epi8(numbers, x.low), _mm256_shuffle_epi8(numbers, x.high));
-    return BOTH(i32, _mm256_srai_epi16(x.low, 8), _mm256_srai_epi16(x.high, 8));
+INLINE i32 i32_bytes_of_e2m1(i32 x) {
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    return BOTH(i32, _mm256_shuffle_epi8(numbers, x.low), _mm256_shuffle_epi8(numbers, x.high));
 }
 INLINE f32 f32_twice_e2m1(i32 x) {
     const __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
@@ -301,10 +304,6 @@ INLINE void i32_to_bytes(int16_t *p, i32 x, int apart) {
 }
 INLINE i32 i32_add_bytes(i32 sum, i32 a, const int8_t *p) { /* sum += the unsigned bytes of a, times p[0] to p[3] */
     return _mm512_dpbusd_epi32(sum, a, i32_of(*(const int32_t *)p));
-}
-/* 12 plus twice the e2m1 float in the lowest four bits of each byte; the other bits must be zero */
-INLINE i32 i32_bytes_of_e2m1(i32 x) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
 }
 #endif
 
