@@ -397,8 +397,14 @@ def decoding(each: Measurement) -> float | None:
 
 
 def narrow_bytes(file: Path) -> int:
-    """Of ``file`` that a pass over one token reads: all but the embeddings, unless they are the output layer too."""
+    """Of ``file`` that a pass over one token reads: of experts the active ones, and not the embeddings, unless they are the output layer
+    too."""
     from gguf import GGUFReader
 
-    tensors = {each.name: int(each.n_bytes) for each in GGUFReader(file).tensors}
-    return sum(tensors.values()) - (tensors["token_embd.weight"] if "output.weight" in tensors else 0)
+    reader = GGUFReader(file)
+    numbers = {name.partition(".")[2]: field.contents() for name, field in reader.fields.items() if ".expert_" in name}
+    active = numbers["expert_used_count"] / numbers["expert_count"] if "expert_count" in numbers else 1.0
+    tensors = {each.name: int(each.n_bytes) for each in reader.tensors}
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
+    return round(sum(size * (active if "_exps." in name else 1.0) for name, size in tensors.items()))

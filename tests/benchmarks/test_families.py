@@ -182,15 +182,19 @@ def test_long_prompts_come_last(work, monkeypatch):
 
 
 def test_bytes_of_a_file(tmp_path):
-    """Layers and the output layer, which the embedding may be."""
-    for names in (("token_embd",), ("token_embd", "output")):
-        writer = gguf.GGUFWriter(tmp_path / "q4_0.gguf", "qwen3")
-        for name in (*names, "blk.0.ffn_up"):
+    """Layers and the output layer, which the embedding may be; of experts the active ones."""
+    for names, layer in ((("token_embd",), "ffn_up"), (("token_embd", "output"), "ffn_up"), (("token_embd",), "ffn_up_exps")):
+        writer = gguf.GGUFWriter(tmp_path / "q4_0.gguf", "qwen3moe" if "exps" in layer else "qwen3")
+        if "exps" in layer:
+            writer.add_expert_count(4)
+            writer.add_expert_used_count(1)
+        for name in (*names, f"blk.0.{layer}"):
             rows = gguf.quantize(np.ones((8, 64), dtype=np.float32), gguf.GGMLQuantizationType.Q4_0)
             writer.add_tensor(f"{name}.weight", rows, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
         for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
             write()
-        assert families.narrow_bytes(tmp_path / "q4_0.gguf") == 2 * (8 * 64 // 32 * 18)
+        whole = 8 * 64 // 32 * 18
+        assert families.narrow_bytes(tmp_path / "q4_0.gguf") == whole + (whole // 4 if "exps" in layer else whole)
 
 
 def test_a_run_that_is_interrupted_reports_what_it_has(work, monkeypatch):

@@ -3,9 +3,9 @@
  * A weight is (q - zero) * scale, or (q - zero) * scale - zeros * mins, in which zeros may be all 1. For e2m1 floats (4 bits), q is twice the
  * float, from a table, and zero is 0.
  * A packed matrix [N, K] is [N/64][K/8][64] words of eight 4-bit weights of one output, the first input in the lowest bits; or
- * [N/64][K/4][64] words of four 8-bit weights. Sixteen 6-bit weights are three words of [N/64][K/16][3][64], and four fours: every second one
- * of the first eight from weight 0 and from weight 1 on, then those of the last eight. A byte of a word has a weight of the four of the same
- * number, and above it two bits of one of the last four, the lowest ones in the first word. N is padded to 64. The words of 64 outputs are
+ * [N/64][K/4][64] words of four 8-bit weights. Sixteen 6-bit weights are three words of [N/64][K/16][3][64] and four quads: weights 0 2 4 6,
+ * 1 3 5 7, 8 10 12 14 and 9 11 13 15. The lower six bits of a word's bytes are one of the first three quads; the upper two bits of the three
+ * words' bytes together are the last one, from the lowest bits in the first word on. N is padded to 64. The words of 64 outputs are
  * contiguous and are read as one stream.
  *
  * Inputs are prepared once for all outputs, in parts; a part ends with its group, or after SEGMENT inputs. For each part the kernel sums
@@ -281,6 +281,7 @@ INLINE void gathered_word(sum *sums, i32 some, const given *x, int j, int kind, 
     }
 }
 
+/* Two rare steps. Not inlined, and done before the sums begin: otherwise compilers keep all sums in memory. */
 static __attribute__((noinline)) void subtract_mins(const Matrix *m, size_t at, size_t above, const Part *parts, float *totals, int blocks, int n) {
     for (int o = 0; o < blocks * 16; o += 16)
         for (int t = 0; t < n; t++) {
