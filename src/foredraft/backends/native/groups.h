@@ -281,7 +281,7 @@ INLINE void gathered_word(sum *sums, i32 some, const given *x, int j, int kind, 
     }
 }
 
-/* Two rare steps. Not inlined, and done before the sums begin: otherwise compilers keep all sums in memory. */
+/* For `mins`, and for scales that are not float16. Not inlined, and done before the sums begin: otherwise compilers keep all sums in memory. */
 static __attribute__((noinline)) void subtract_mins(const Matrix *m, size_t at, size_t above, const Part *parts, float *totals, int blocks, int n) {
     for (int o = 0; o < blocks * 16; o += 16)
         for (int t = 0; t < n; t++) {
