@@ -551,7 +551,9 @@ def test_hard_grammars_slow_nobody(url: str, name: str):
 def test_a_grammar_that_is_hard_to_follow_ends_its_own_text_alone(url: str, monkeypatch: pytest.MonkeyPatch):
     """It compiles at once, and the tokens that it allows take longer to find at each place: a second, without a bound."""
     monkeypatch.setattr(formats, "MOST_ITEMS", 1000)
-    asked = OK | {"max_tokens": 60, "structured_outputs": {"grammar": HARD["ambiguous"]["grammar"].replace("start", "start ")}}
+    grammar = HARD["ambiguous"]["grammar"].replace("start", "start ")
+    never_ends = {str(tiny_chat().tokenizer.eos_token_id): -100}
+    asked = OK | {"max_tokens": 60, "structured_outputs": {"grammar": grammar}, "logit_bias": never_ends}
     error = refusal(httpx.post(url + "/v1/completions", json=asked, timeout=60), 400)
     assert error["code"] == "grammar_too_large" and error["param"] == "structured_outputs"
     assert error["message"].startswith("structured_outputs: ") and "Too many items" in error["message"]
