@@ -586,6 +586,16 @@ def test_int4_without_the_kernels_says_what_it_does_not_save(original, without_k
     assert target.execution == "eager" and "saves no time, and int4 no memory beside int8: the native kernels" in caplog.text
 
 
+def test_a_quantized_model_object_says_what_is_faster(original, caplog):
+    pytest.importorskip("torchao.quantization")
+    warn_once.cache_clear()
+    model = load_model(original, quantization="int4")
+    target = Speculator(model, "none", self_test=False).target
+    assert target.execution == "eager" and "execution='native' accepts that" in caplog.text
+    caplog.clear()
+    assert Speculator(plain(), "none").target.execution == "eager" and "widens" not in caplog.text
+
+
 def test_weights_that_nothing_multiplies_on_a_cpu_are_named():
     torchao = pytest.importorskip("torchao.quantization")
     model = plain(dtype=torch.bfloat16)

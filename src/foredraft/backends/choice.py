@@ -121,9 +121,11 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
         reasons["packed"] = "attention='flex' was asked for, and it is not used with packed weights"
     elif execution == "auto" and not owned:
         reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='native' accepts that"
-    if "packed" in reasons:
-        return None
     model = facts.model
+    if "packed" in reasons:
+        if execution == "auto" and facts.device.type == "cpu":
+            _warn_of_widening(model, reasons)
+        return None
     hints = _hints(facts, execution, reasons) if facts.device.type == "cpu" else HINTS  # compiles the kernels, which a GPU does not need
     why = packing.refusal(model, hints)
     kernels = None
