@@ -730,7 +730,9 @@ FAULTS = [
     Fault("groups.h", "i32_add(s.low, i32_left(s.high, 8))", "i32_add(s.low, i32_left(s.high, 7))", VECTORS),
     Fault("x86.h", "i32_and(i32_left(x, 1), i32_of(256))", "i32_of(0)", VECTORS),
     Fault("groups.h", "if (left * 4 <= end - k || place", "if (1 || place", GROUPS),
-    Fault("groups.h", "            parts[n + t] = (Part){0};\n", "", GROUPS),
+    Fault("groups.h", "parts = p->parts + t + second * all;", "parts = p->parts + t;", GROUPS),
+    Fault("groups.h", "twice = p->twice + (size_t)t * (K / 16);", "twice = p->twice;", GROUPS),
+    Fault("groups.h", "if (__builtin_memchr(p->twice + (size_t)t * (K / 16), 1", "if (__builtin_memchr(p->twice, 1", GROUPS),
     Fault("products.h", "if (here != before || from != tokens) prepare(", "if (!before) prepare(", GROUPS),
     Fault("products.h", "T == 2 && b < BLOCKS; b += 2", "T == 2 && b < BLOCKS; b += 4", KERNELS),  # in bfloat16, without AVX-512
     Fault("costs.py", "min(PROMPT, READ // rows, room)", "min(PROMPT, room)", COSTS),

@@ -227,8 +227,8 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
 #else
 #define ROUNDS 1
 #endif
-/* Prepared inputs of tokens x [n, K]: inputs [ROUNDS][K/SEGMENT][n][SEGMENT]; parts [at most K/16][2][n]; `twice`, for each part whether any
- * token has a second sum */
+/* Prepared inputs of tokens x [n, K]: inputs [ROUNDS][K/SEGMENT][n][SEGMENT]; parts [at most K/16][2][n]; `twice` [n][K/16], for each part
+ * whether the token has a second sum */
 typedef struct {
     given *inputs;
     Part *parts;
@@ -255,19 +255,14 @@ INLINE int crowd_of(int K) {
 /* Prepare n tokens of x [.., stride]: the rows numbered `rows`, or the first n if that is null */
 static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
     Part *parts = p->parts;
+    __builtin_memset(p->twice, 0, (size_t)n * (K / 16));
     for (int k = 0, end, number = 0, group_end = m->group; k < K; k = end, number++, parts += 2 * n) {
-        uint8_t again[CROWD], any = 0;
         end = part_end(k, group_end, K);
         if (end == group_end) group_end += m->group;
         for (int t = 0; t < n; t++) {
             given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
-            any |= again[t] = prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t);
-        }
-        p->twice[number] = any;
-        for (int t = 0; any && t < n; t++) {
-            if (again[t]) continue;
-            parts[n + t] = (Part){0};
-            __builtin_memset(p->inputs + p->rest + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT, 0, (end - k) * sizeof(given));
+            p->twice[(size_t)t * (K / 16) + number] =
+                prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t);
         }
     }
 }
@@ -346,25 +341,23 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
     }
 }
 
-/* Add all parts of n tokens, of which t is the first of `all` prepared ones, to totals [n, OUTPUTS], which are of the outputs from o on. Unless
- * null, `after` has the words that are read next. */
-INLINE void of_tokens(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n, int kind) {
+/* Add all parts of n tokens, of which t is the first of `all` prepared ones, to totals [n, OUTPUTS], which are of the outputs from o on; or with
+ * `second`, the second sums of one token. Unless null, `after` has the words that are read next. */
+INLINE void of_tokens(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n, int kind, int second) {
     const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(kind, K);
     const char *soon = (const char *)words + SOON, *last = (const char *)(words + WORDS_OF(kind, K) * OUTPUTS);
-    const Part *parts = p->parts + t;
-    const given *x = p->inputs + t * SEGMENT;
-    const uint8_t *twice = p->twice;
-    const size_t rest = p->rest, gap = (size_t)(all - 1) * SEGMENT;
+    const Part *parts = p->parts + t + second * all;
+    const given *x = p->inputs + t * SEGMENT + second * p->rest;
+    const uint8_t *twice = p->twice + (size_t)t * (K / 16);
+    const size_t gap = (size_t)(all - 1) * SEGMENT;
     size_t at = (size_t)o * groups, above = (size_t)o * shared;
     int in_group = m->group, in_segment = SEGMENT, nested = 0; /* inputs that are left */
     while (K) {
         int steps = in_group < in_segment ? in_group : in_segment;
         if (steps > K) steps = K;
         if (soon >= last) soon = after ? after + (soon - last) : 0, last = (const char *)UINTPTR_MAX;
-        of_part(m, at, above, words, x, parts, totals, steps, n, kind, t == 0 ? soon : 0);
-        if (*twice++ & 1) /* & 1: a preempted thread may read garbage here */
-            of_part(m, at, above, words, x + rest, parts + all, totals, steps, n, kind, 0);
+        if (!second || *twice++) of_part(m, at, above, words, x, parts, totals, steps, n, kind, t == 0 && !second ? soon : 0);
         words += WORDS_OF(kind, steps) * OUTPUTS, x += steps, parts += 2 * all, K -= steps;
         if (soon) soon += WORDS_OF(kind, steps) * OUTPUTS * sizeof(uint32_t);
         in_group -= steps, in_segment -= steps;
@@ -377,8 +370,12 @@ INLINE void of_tokens(const Matrix *m, int o, const Prepared *p, int t, int all,
 
 /* Not inlined: within a larger function compilers run out of registers. */
 #define OF_TOKENS(name, kind) \
-    static __attribute__((noinline)) void name(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n) { \
-        FOR_KNOWN(n, of_tokens(m, o, p, t, all, totals, K, after, COUNT, kind)) \
+    static __attribute__((noinline)) void name(const Matrix *m, int o, const Prepared *p, int t, int all, float *totals, int K, const char *after, int n, \
+                                               int second) { \
+        if (second) \
+            of_tokens(m, o, p, t, all, totals, K, 0, 1, kind, 1); \
+        else \
+            FOR_KNOWN(n, of_tokens(m, o, p, t, all, totals, K, after, COUNT, kind, 0)) \
     }
 OF_TOKENS(of_fours, GROUPS_OF_FOUR)
 OF_TOKENS(of_eights, GROUPS_OF_EIGHT)
@@ -388,12 +385,13 @@ OF_TOKENS(of_floats, GROUPS_OF_E2M1)
 /* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS]. Unless null, `after` has the words that are read next. */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K, const char *after) {
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
+    const __auto_type of = m->kind == GROUPS_OF_FOUR ? of_fours : m->kind == GROUPS_OF_EIGHT ? of_eights : m->kind == GROUPS_OF_SIX ? of_sixes : of_floats;
     float totals[CROWD * OUTPUTS];
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) f32_store(totals + t * OUTPUTS + b, begun(m, o + b, m->kind));
-    for (int t = 0; t < n; t += each)
-        (m->kind == GROUPS_OF_FOUR ? of_fours : m->kind == GROUPS_OF_EIGHT ? of_eights : m->kind == GROUPS_OF_SIX ? of_sixes : of_floats)(
-            m, o, p, t, n, totals + t * OUTPUTS, K, after, n - t < each ? n - t : each);
+    for (int t = 0; t < n; t += each) of(m, o, p, t, n, totals + t * OUTPUTS, K, after, n - t < each ? n - t : each, 0);
+    for (int t = 0; ROUNDS > 1 && t < n; t++)
+        if (__builtin_memchr(p->twice + (size_t)t * (K / 16), 1, K / 16)) of(m, o, p, t, n, totals + t * OUTPUTS, K, 0, 1, 1);
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) store(y + t * OUTPUTS + b, f32_load(totals + t * OUTPUTS + b));
 }

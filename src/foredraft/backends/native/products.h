@@ -310,7 +310,7 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
     const int tiles = N / WIDTH, rows = T < most ? T : most, crowd = grouped ? rows : 0, rest = crowd * segments(K);
     given inputs[ROUNDS * rest + 1];
     Part numbers[2 * crowd * (K / 16) + 1];
-    uint8_t twice[grouped ? K / 16 : 1];
+    uint8_t twice[crowd * (K / 16) + 1];
     entry room[GAP && !grouped ? ENTRIES(rows, K) : 1];
     const entry *read = 0;
     const Prepared prepared = {inputs, numbers, twice, rest};
