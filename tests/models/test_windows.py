@@ -8,9 +8,9 @@ import random
 
 import pytest
 import torch
-from helpers import random_tree
+from helpers import alone, generate, random_tree
 from kernel_cases import MODELS, SIZES, needs_kernels
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.admission import Admission
@@ -92,8 +92,31 @@ def test_a_size_that_no_mask_follows_is_no_window(monkeypatch):
     monkeypatch.setitem(windows.SIZES, "full_attention", "sliding_window")
     model.config.layer_types = ["full_attention"] * 3
     assert windows_of(model) == [None] * 3
-    model.config.layer_types, model.config.sliding_window = ["sliding_attention"] * 3, 4096  # beyond the context
-    assert windows_of(model) == [None] * 3
+
+
+@needs_kernels
+@pytest.mark.parametrize("execution", ["native", "eager"])
+def test_a_window_as_wide_as_the_context_is_one(execution, monkeypatch):
+    """Rotary positions go on behind max_position_embeddings, and so does the window."""
+    monkeypatch.setattr(CONFIGS["mistral-window"], "max_position_embeddings", WINDOW)
+    model = build("mistral-window")
+    assert windows_of(model) == [WINDOW] * 3
+    ids = text(3 * WINDOW)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0, -1]
+    close(read(Target(model, execution=execution), [ids])[0], wanted)
+
+
+@pytest.mark.parametrize("execution", ["native", "eager"])
+def test_layer_types_that_a_model_does_not_read(execution):
+    """Its class takes one mask for all layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = LlamaConfig(**SIZES, layer_types=["full_attention"] * 3)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    expected = alone(model, text(20), max_new_tokens=8)
+    speculator = Speculator(model, "prompt-lookup", shape="chain(3)", execution=execution)
+    assert generate(speculator, [text(20)], max_new_tokens=8) == [expected]
 
 
 @torch.inference_mode()

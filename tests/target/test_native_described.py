@@ -21,7 +21,7 @@ from transformers.models.gemma import modeling_gemma
 from foredraft import Speculator, TokenTree
 from foredraft.backends import described_pass, native
 from foredraft.backends.described_pass import DescribedModel
-from foredraft.backends.families import FAMILIES
+from foredraft.backends.families import FAMILIES, PLAIN
 from foredraft.backends.native_growth import NativeGrowth
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.page_stores import GONE
@@ -341,6 +341,37 @@ def test_a_wrong_description_is_not_used(number, dtype, monkeypatch):
     name, family, instead, said = WRONG[number]
     monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **instead))
     assert re.search(said, refused(name, dtype).reasons["fused"])
+
+
+def test_what_begins_behind_many_tokens_is_seen(monkeypatch):
+    """Ministral 3 scales queries from original_max_position_embeddings on."""
+    monkeypatch.setitem(FAMILIES, "Ministral3", PLAIN)
+    rope = {**DESCRIBED["ministral3"][1]["rope_parameters"], "original_max_position_embeddings": 300}
+    found = Target(build("ministral3", torch.float32, rope_parameters=rope), execution="native", owned=True)
+    assert found.execution == "packed" and "computes something else" in found.reasons["fused"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_large_number_hides_no_fault(dtype, monkeypatch):
+    """Trained models have such numbers in the residual stream, which norms make small."""
+    monkeypatch.setitem(FAMILIES, "Qwen3", replace(FAMILIES["Qwen3"], head_norms=("none", "none")))
+    model = build("qwen3", dtype)
+    model.get_input_embeddings().weight.data[:, 3] = 1000.0
+    for name, weight in model.named_parameters():
+        if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")):
+            weight.data *= 125
+            weight.data[3] = 0
+    found = Target(model, execution="native", owned=True)
+    assert found.execution == "packed" and "layer 0" in found.reasons["fused"]
+
+
+def test_the_first_tokens_of_a_vocabulary_may_be_alike(monkeypatch):
+    """Many are never trained."""
+    monkeypatch.setitem(FAMILIES, "Glm", replace(FAMILIES["Glm"], interleaved=False))
+    model = build("glm", torch.float32, vocab_size=2000)
+    model.get_input_embeddings().weight.data[:100] = 1.0
+    found = Target(model, execution="native", owned=True, test=False)
+    assert found.execution == "packed" and "layer 0" in found.reasons["fused"]
 
 
 def sinks_of_other_heads(patch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from inspect import signature
 from typing import TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from foredraft.backends.packing import HINTS
 from foredraft.backends.paged_attention import Paged, attention_test
 from foredraft.backends.products import NATIVE
 from foredraft.backends.rollback import Rollback
-from foredraft.backends.self_test import Trial, self_test
+from foredraft.backends.self_test import Trial, self_test, some_text
 from foredraft.caching import warn_once
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.encoder_decoder import plain_arguments
@@ -211,9 +212,15 @@ def _hints(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> tuple[
 
 
 def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
-    """A pass over a few tokens, without a cache, that returns the logits. Where the model has an encoder, its states are given."""
-    ids = torch.arange(min(SAMPLE, facts.context or SAMPLE), device=facts.device)[None] % facts.vocab_size
+    """A pass over a few tokens, without a cache, that returns the logits. Where the model has an encoder, its states are given.
+
+    With rotary positions they are the last ones that the model was made for: some models scale queries from some position on.
+    """
+    ids = torch.tensor([some_text(facts, SAMPLE, seed=1000)], device=facts.device)  # the first ones of a vocabulary may never occur
     given = plain_arguments(facts.model, ids)
+    count, end = ids.shape[1], facts.trained
+    if facts.context is None and end is not None and end > count and "position_ids" in signature(facts.model.forward).parameters:
+        given["position_ids"] = torch.arange(end - count, end, device=facts.device)[None]
 
     @torch.inference_mode()
     def sample() -> Tensor:

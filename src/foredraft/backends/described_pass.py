@@ -242,10 +242,13 @@ class DescribedModel(NativeModel):
         def note(index: int) -> Callable[..., None]:
             def hook(layer: nn.Module, args: Any, named: Any, out: Any) -> None:
                 given[index], made[index] = first_tensor(args, named).clone(), (out if isinstance(out, Tensor) else out[0]).clone()
+                if isinstance(named.get("position_ids"), Tensor):
+                    places.append(named["position_ids"].flatten())
 
             return hook
 
         ids: list[Tensor] = []
+        places: list[Tensor] = []
         hooks = [layer.register_forward_hook(note(index), with_kwargs=True) for index, layer in enumerate(self.layers)]
         hooks.append(self.base.get_input_embeddings().register_forward_hook(lambda module, args, out: ids.append(args[0])))
         try:
@@ -256,7 +259,8 @@ class DescribedModel(NativeModel):
         dtype, cache, count = expected.dtype, TreeCache(), ids[0].numel()
         routed = bool(self.shared.experts)  # type: ignore[attr-defined]
 
-        positions, window = torch.arange(count), Window(0, 1, (0,), count)
+        positions = places[0] if places and len(places[0]) == count else torch.arange(count)
+        window = Window(0, 1, (0,), count)
         cache.open([0])
         cache.enter(window)
 
@@ -267,8 +271,8 @@ class DescribedModel(NativeModel):
             x = given[index].reshape(1, count, -1).clone()
             run(x, Part(index, index + 1))
             before, wanted = (each.reshape(1, count, -1).float() for each in (given[index], made[index]))
-            allowed = ROUNDING[dtype] * (wanted - before).abs().max() + LAST_BIT[dtype] * wanted.abs().max()
-            off = worst(x.float() - wanted, dtype, routed=routed)
+            allowed = ROUNDING[dtype] * (wanted - before).abs().max()
+            off = worst(((x.float() - wanted).abs() - LAST_BIT[dtype] * wanted.abs()).clamp(min=0), dtype, routed=routed)
             if not bool(off <= allowed):
                 name = type(self.layers[index]).__name__
                 times = f"{float(off / allowed):.1e} times what rounding explains"

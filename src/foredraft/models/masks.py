@@ -106,7 +106,9 @@ AttentionMaskInterface.register(NAME, mask_in_positions)
 
 
 class MaskBuilder:
-    """Builds what a model takes as ``attention_mask``: a tensor, or one per layer type where its config lists layer types.
+    """Builds what a model takes as ``attention_mask``: a tensor, or one per layer type where its config lists several types.
+
+    With one type, every model takes a tensor, also one that reads no layer types though its config lists them.
 
     ``builder`` names who makes each of them, in transformers' ``AttentionMaskInterface``.
     """
@@ -119,7 +121,7 @@ class MaskBuilder:
         kinds = getattr(config, "layer_types", None)
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         self.full = set(kinds) == {"full_attention"} if kinds else windows == [None, None]
-        self._keyed = bool(kinds)
+        self._keyed = len(set(kinds or ())) > 1
         self._causal = bool(getattr(config, "is_causal", True))
         self._band: Tensor | None = None  # [CHAIN, 2 capacity]
 
@@ -127,17 +129,17 @@ class MaskBuilder:
         """The mask for ``where``, which has the positions of a pass's ``queries`` ``[R, N]`` and what else ``builder`` reads."""
         known = isinstance(where, (MaskInputs, KnownMaskInputs))
         if self.full and self._causal and known:  # a node sees no later position, so causality hides nothing more
-            mask = self._finish(where.visible[:, None])
-            return {"full_attention": mask} if self._keyed else mask
+            return self._finish(where.visible[:, None])
         self.config.__dict__["foredraft_mask_inputs"] = where
         embeds = torch.empty(*where.queries.shape, 0, dtype=self.dtype, device=where.queries.device)
         masks = create_masks_for_generate(self.config, embeds, None, cache, where.queries)
         del self.config.__dict__["foredraft_mask_inputs"]
-        if isinstance(masks, dict):
-            return {kind: self._finish(mask) for kind, mask in masks.items()}
-        return self._finish(masks)
+        if not isinstance(masks, dict):
+            return self._finish(masks)
+        finished = {kind: self._finish(mask) for kind, mask in masks.items()}
+        return finished if self._keyed else next(iter(finished.values()))
 
-    def for_chain(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor] | None:
+    def for_chain(self, window: Window, device: torch.device) -> Tensor | None:
         """The mask of a short chain after prefixes of one length, cut out of a band made once; None if the model has to
         build its own (windows, long chains) or needs none (a single token, an empty cache)."""
         start, nodes = window.starts[0], window.nodes
@@ -148,8 +150,7 @@ class MaskBuilder:
             slots = torch.arange(2 * capacity, device=device)
             self._band = self._finish(slots <= capacity + torch.arange(CHAIN, device=device)[:, None])
         middle = self._band.shape[1] // 2  # query i sees up to slot middle + i here, and up to start + i in the cache
-        mask = self._band[:nodes, middle - start : middle + nodes].expand(window.rows, 1, nodes, window.width)
-        return {"full_attention": mask} if self._keyed else mask
+        return self._band[:nodes, middle - start : middle + nodes].expand(window.rows, 1, nodes, window.width)
 
     def _finish(self, mask: Tensor) -> Tensor:
         """sdpa takes the bool mask; eager adds to the scores, where a bool mask would be silently wrong."""

@@ -50,8 +50,8 @@ def _only_kind(config: Any) -> str:
 
 
 def _size(model: Any, config: Any, kind: str) -> int | None:
-    size, context = getattr(config, SIZES.get(kind, ""), None), getattr(config, "max_position_embeddings", None)
-    if size is None or (context is not None and size >= context):
+    size = getattr(config, SIZES.get(kind, ""), None)
+    if size is None:
         return None
     build = MaskBuilder(config, config._attn_implementation, model.dtype)
     hidden = all(not bool(_mask(build, kind, query)[..., : query - size + 1].any()) for query in (2 * size - 1, 2 * size))
