@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYER = re.compile(r"(.*\b(?:layers|layer|h|blocks|block))\.(\d+)\.")  # of a weight's name: the list of layers, and the number of one
-UNREADABLE = (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, RuntimeError)  # what wrong files raise in transformers
+UNREADABLE = (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError, RuntimeError, ArithmeticError)  # of wrong files
+OF_QUANTIZED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".weight_zero_point")  # beside weights
 PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary padded differently
 
 
@@ -76,7 +77,7 @@ def load_model(
     from transformers import AutoConfig
 
     from foredraft.quantization import torchao_files
-    from foredraft.quantization.checkpoints import config_to_load, load_gguf
+    from foredraft.quantization.checkpoints import CAN, config_to_load, load_gguf
 
     loader, kind = loader_for(config)
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
@@ -92,7 +93,8 @@ def load_model(
             how["quantization_config"] = config_for_loading(quantization)
         if quantization is not None and quantization != "int8":
             with torch.device("meta"):
-                check_groups(loader.from_config(AutoConfig.from_pretrained(source, local_files_only=how["local_files_only"])), quantization)
+                made = AutoConfig.from_pretrained(source, local_files_only=how["local_files_only"], trust_remote_code=False)
+                check_groups(loader.from_config(made), quantization)
         if file is not None:
             model = load_gguf(loader, folder, file, parse_dtype(dtype), **how)
         else:
@@ -106,7 +108,8 @@ def load_model(
         raise
     except (*UNREADABLE, SafetensorError, StrictDataclassError) as error:
         own_code = "; load it with trust_remote_code=True yourself, and pass the object" if "auto_map" in config else ""
-        raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}{own_code}") from error
+        can = f". {CAN}" if config.get("quantization_config") else ""
+        raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}{own_code}{can}") from error
     if quantization is not None:
         check_quantized(model, source)
         quantize_experts(model, quantization)
@@ -131,6 +134,11 @@ def check_weights(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
             "weights of its config.json"
         )
     for name in sorted(info["unexpected_keys"]):
+        if name.endswith(OF_QUANTIZED):
+            raise ConfigurationError(
+                f"the checkpoint {source!r} has {name}, of quantized weights, but its config.json does not say how they are quantized; "
+                "load a folder whose files and config.json are of the same model"
+            )
         if found := LAYER.match(name):
             count = layers_at(model, found[1])
             if count is not None and int(found[2]) >= count:

@@ -359,6 +359,8 @@ def checkpoint(folder, method, name="qwen3", dtype=torch.float32, change=None):
     }
     if change is not None:
         change(config["quantization_config"], state)
+    if not config["quantization_config"]:
+        del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return model
@@ -635,6 +637,29 @@ def turned(part):
     return change
 
 
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def of_one_dimension(part):
+    def change(about, state):
+        state[f"{Q}.{part}"] = state[f"{Q}.{part}"].flatten()
+
+    return change
+
+
+def as_if_plain(about, state):
+    """Files with plain weights as well, and a configuration that says nothing."""
+    about.clear()
+    for name in [name for name in state if name.endswith(".qweight")]:
+        module = plain().get_submodule(name.removesuffix(".qweight"))
+        state[name.replace(".qweight", ".weight")] = module.weight.data.clone()
+
+
+def in_floats(about, state):
+    for name in [name for name in state if name.endswith("proj.weight")]:
+        state[name] = state[name].float()
+
+
 @pytest.mark.parametrize(
     ("method", "change", "message"),
     [
@@ -649,7 +674,7 @@ def turned(part):
         ),
         ("awq", turned("scales"), r"contradicts its configuration: .*q_proj has scales of shape \(128, 1\) where groups of 32 inputs need"),
         ("gptq", turned("qweight"), r"contradicts its configuration: .* which are neither 4 nor 8 bits each"),
-        ("gptq", lambda about, state: about.update(bits=3), r"quantized with gptq, with 3 bits; AWQ \(gemm\) of 4 bits"),
+        ("gptq", lambda about, state: about.update(bits=3), r"quantized with gptq, with 3 bits. Foredraft reads AWQ \(gemm\) of 4 bits"),
         ("awq", lambda about, state: about.update(version="gemv"), r"quantized with awq, in the format 'gemv'"),
         ("gptq", lambda about, state: about.update(format="marlin"), r"quantized with gptq, in the format 'marlin'"),
         ("compressed-4", lambda about, state: about.update(format="nvfp4-pack-quantized"), r"in the format 'nvfp4-pack-quantized'"),
@@ -675,11 +700,59 @@ def turned(part):
             lambda about, state: [without(part)(about, state) for part in ("qweight", "qzeros", "scales")],
             "has no linear layer or experts with qweight",
         ),
+        (
+            "awq",
+            lambda about, state: about.update(quant_method="modelopt"),
+            "is quantized with modelopt, which is not read. Foredraft reads AWQ",
+        ),
+        ("awq", lambda about, state: about.update(quant_method="auto-round"), "cannot be loaded.*Foredraft reads AWQ"),
+        ("awq", as_if_plain, r"has model.layers.0.mlp.down_proj.qweight, of quantized weights, but its config.json does not say how"),
+        ("gptq", of_one_dimension("qweight"), "contradicts its configuration: model.layers.0.self_attn.q_proj has"),
+        ("awq", of_one_dimension("qzeros"), "contradicts its configuration: model.layers.0.self_attn.q_proj has"),
+        (
+            "gptq",
+            lambda about, state: state.update({f"{Q}.g_idx": torch.full((64,), 2**31 - 1, dtype=torch.int32)}),
+            "groups up to 2147483647",
+        ),
+        ("gptq", lambda about, state: state.update({f"{Q}.g_idx": torch.zeros(63, dtype=torch.int32)}), r"g_idx of shape \(63,\)"),
+        ("compressed-4", lambda about, state: about["config_groups"]["group_0"]["weights"].update(group_size=0), "with groups of 0 inputs"),
+        ("compressed-4", lambda about, state: about["config_groups"]["group_0"]["weights"].update(group_size=33), "number of groups of 33"),
+        ("compressed-int8-tensor", in_floats, "weights of torch.float32 beside their scales, where integers of 8 bits are needed"),
     ],
 )
 def test_a_checkpoint_that_contradicts_itself_is_refused(method, change, message, tmp_path):
     checkpoint(tmp_path, method, change=change)
     with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_names_and_numbers_as_people_write_them(tmp_path):
+    expected = checkpoint(tmp_path, "awq", change=lambda about, state: about.update(quant_method="AWQ", bits="4"))
+    assert torch.equal(logits(load_model(str(tmp_path))), logits(expected))
+
+
+def test_a_quantized_head_is_not_tied(tmp_path):
+    """Though the configuration says so."""
+    model = plain()
+
+    def change(about, state):
+        parts, weight = stored("compressed-4", model.lm_head.out_features, model.lm_head.in_features, 99)
+        state.pop("lm_head.weight", None)
+        state.update({f"lm_head.{part}": each.contiguous() for part, each in parts.items()})
+        model.lm_head.weight.data = weight
+
+    model_of_body = checkpoint(tmp_path, "compressed-4", change=change)
+    model_of_body.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.data)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(load_model(str(tmp_path))), logits(model_of_body))
+
+
+def test_quantized_weights_in_other_files_say_so(tmp_path):
+    checkpoint(tmp_path, "gptq")
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="bin' is no safetensors file, and quantized checkpoints are read from these only"):
         load_model(str(tmp_path))
 
 
@@ -798,6 +871,24 @@ def test_a_gguf_file_keeps_its_bits(kind, name, tmp_path, always):
         )
         speculator.model.generation_config.eos_token_id = None
         assert generate(speculator, ROWS, max_new_tokens=12) == [alone(expected, row, max_new_tokens=12) for row in ROWS]
+
+
+def test_a_gguf_file_of_a_chat_model_ends_at_the_end_of_a_turn(tmp_path, monkeypatch):
+    """And settings beside it are used."""
+    gguf = pytest.importorskip("gguf")
+    write = gguf.GGUFWriter.write_header_to_file
+
+    def with_ends(self):
+        self.add_eos_token_id(1)
+        self.add_eot_token_id(6)
+        write(self)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_ends)
+    gguf_file(tmp_path, "Q4_0")
+    assert load_model(str(tmp_path), gguf_file="model.gguf").generation_config.eos_token_id == [1, 6]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 5], "top_k": 7, "do_sample": true}')
+    found = load_model(str(tmp_path), gguf_file="model.gguf").generation_config
+    assert (found.eos_token_id, found.top_k) == ([1, 5, 6], 7)
 
 
 @pytest.mark.parametrize("kind", ["TQ2_0", "F16", "Q4_0"])

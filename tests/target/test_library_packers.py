@@ -66,24 +66,41 @@ def test_layers_of_compressed_tensors(form, bits, strategy, symmetric):
 
 
 @pytest.mark.parametrize(("inputs", "group"), [(96, 64), (100, 32), (40, 64)])
-@pytest.mark.parametrize("method", ["awq", "gptq", "gptq-8", "compressed-4", "compressed-8"])
-def test_the_last_group_may_be_shorter(method, inputs, group):
-    """AutoAWQ and compressed-tensors make none such."""
+@pytest.mark.parametrize("method", ["gptq", "gptq-8"])
+def test_the_last_group_of_gptq_may_be_shorter(method, inputs, group):
     bits = 8 if "8" in method else 4
     made = numbers(32, inputs, bits=bits, group=group)
     codes, zeros = codes_from(made.qdata, bits), made.zeros.clamp(1, (1 << bits) - 1)
-    how = {"group_size": group, "checkpoint_format": "gptq"} if method.startswith("gptq") else {"group_size": group}
-    if method == "awq":
-        about, parts = ABOUT["awq"] | how, awq(codes, made.scale, zeros, group)
-    elif method.startswith("gptq"):
-        padded = torch.cat((codes, codes.new_zeros(32, -inputs % (32 // bits))), 1)
-        about, parts = ABOUT[method] | how, gptq(padded, made.scale, zeros, group, bits=bits)
-        parts["g_idx"] = parts["g_idx"][:inputs]
-    else:
-        about, parts = about_compressed(bits, group), compressed(codes, made.scale, zeros, group, bits=bits)
+    padded = torch.cat((codes, codes.new_zeros(32, -inputs % (32 // bits))), 1)
+    about = ABOUT[method] | {"group_size": group, "checkpoint_format": "gptq"}
+    parts = gptq(padded, made.scale, zeros, group, bits=bits)
+    parts["g_idx"] = parts["g_idx"][:inputs]
     groups = torch.arange(inputs) // group
     wanted = (codes.float() - zeros.float()[:, groups]) * made.scale.float()[:, groups]
     assert torch.equal(Stored.of(about, "here").weight(parts, (32, inputs), torch.float32).dequantize(), wanted)
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed-4", "compressed-8"])
+def test_groups_of_awq_and_compressed_tensors_are_whole(method):
+    """The libraries make no others."""
+    bits, group = 8 if "8" in method else 4, 64
+    made = numbers(32, 96, bits=bits, group=group)
+    codes, zeros = codes_from(made.qdata, bits), made.zeros.clamp(1, (1 << bits) - 1)
+    if method == "awq":
+        about, parts = ABOUT["awq"] | {"group_size": group}, awq(codes, made.scale, zeros, group)
+    else:
+        about, parts = about_compressed(bits, group), compressed(codes, made.scale, zeros, group, bits=bits)
+    with pytest.raises(ValueError, match="96 inputs, which are no whole number of groups of 64"):
+        Stored.of(about, "here").weight(parts, (32, 96), torch.float32)
+
+
+def test_a_layer_of_compressed_tensors_may_say_that_it_has_no_order():
+    made = numbers(32, 96, group=32)
+    parts = compressed(codes_from(made.qdata, 4), made.scale, made.zeros.clamp(1, 15), 32)
+    stored = Stored.of(about_compressed(4, 32), "here")
+    wanted = stored.weight(parts, (32, 96), torch.float32)
+    found = stored.weight({**parts, "weight_g_idx": torch.full((96,), -1)}, (32, 96), torch.float32)
+    assert found.order is None and torch.equal(found.dequantize(), wanted.dequantize())
 
 
 def test_blocks_of_mxfp4_are_whole():

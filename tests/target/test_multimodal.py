@@ -169,11 +169,15 @@ def test_a_checkpoint_of_text_and_images_is_loaded_by_name(tmp_path):
     assert type(found) is type(AutoModelForImageTextToText.from_pretrained(tmp_path)) is Mistral3ForConditionalGeneration
 
 
-def test_a_checkpoint_with_code_of_its_own_says_what_to_do(tmp_path):
+def test_a_checkpoint_with_code_of_its_own_says_what_to_do(tmp_path, monkeypatch):
+    """And nobody is asked whether to run it."""
+    monkeypatch.setattr("builtins.input", lambda *given: pytest.fail("asked"))
     (tmp_path / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config"}}')
     with pytest.raises(ConfigurationError, match="trust_remote_code=True yourself, and pass the object"):
         load_model(tmp_path)
     quantized = '"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}'
-    (tmp_path / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config"}, ' + quantized + "}")
-    with pytest.raises(ConfigurationError, match="trust_remote_code=True yourself, and pass the object"):
-        load_model(tmp_path)
+    for quantization in (None, "int4"):
+        rest = quantized if quantization is None else '"torch_dtype": "float32"'
+        (tmp_path / "config.json").write_text('{"model_type": "my_own", "auto_map": {"AutoConfig": "mine.Config"}, ' + rest + "}")
+        with pytest.raises(ConfigurationError, match="trust_remote_code=True yourself, and pass the object"):
+            load_model(tmp_path, quantization=quantization)

@@ -436,9 +436,9 @@ def logits_without(name, value):
     ],
 )
 def test_numbers_that_are_wrong_are_found(name, plant, said, dtype, monkeypatch):
-    """In bfloat16, sinks of other heads change a layer by no more than rounding may; they are seen in the logits."""
+    """In bfloat16, sinks of other heads change a layer by about as much as rounding may; else they are seen in the logits."""
     plant(monkeypatch)
-    said = "the kernels gave logits that differ by" if name == "gpt_oss" and dtype == torch.bfloat16 else said
+    said += "|the kernels gave logits that differ by" * (name == "gpt_oss" and dtype == torch.bfloat16)
     assert re.search(said, refused(name, dtype).reasons["fused"])
 
 

@@ -236,6 +236,13 @@ class DescribedModel(NativeModel):
     @torch.inference_mode()
     def wrong(self, model: Any, sample: Callable[[], Tensor]) -> str | None:
         """Compare each layer with its class while ``sample`` runs ``model``, and then the logits. What differs, or None."""
+        by_position, self.by_position = self.by_position, False  # the positions of a sample may lie behind any table of angles
+        try:
+            return self._wrong(model, sample)
+        finally:
+            self.by_position = by_position
+
+    def _wrong(self, model: Any, sample: Callable[[], Tensor]) -> str | None:
         given: dict[int, Tensor] = {}
         made: dict[int, Tensor] = {}
 

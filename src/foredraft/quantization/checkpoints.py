@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -44,6 +45,10 @@ PARTS = {  # the tensors of a layer in the files: required ones, and optional on
 }
 LISTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # what files list for each expert
 SEVERAL = {"gate_up_proj": (0, 1), "down_proj": (2,)}  # a weight of experts, and which of these it has
+CAN = (
+    "Foredraft reads AWQ (gemm) of 4 bits, GPTQ of 4 and 8, compressed-tensors with integer weights of 4 and 8 bits and activations as "
+    "they are, torchao's int8 and int4, MXFP4 and GGUF"
+)
 DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -51,13 +56,19 @@ def config_to_load(source: str, config: Mapping[str, Any], *, local_files_only: 
     """The model's configuration as ``from_pretrained`` is to have it, for a checkpoint of :data:`METHODS`; None for others.
 
     Raises:
-        ConfigurationError: it is of such a method, but in a form that is not read.
+        ConfigurationError: it is of such a method, but in a form that is not read; or of a method that nobody knows.
     """
     about = config.get("quantization_config")
-    if not isinstance(about, Mapping) or about.get("quant_method") not in METHODS:
+    if not isinstance(about, Mapping):
         return None
+    method = str(about.get("quant_method", "")).lower()
+    if method not in METHODS:
+        if method and method not in AUTO_QUANTIZER_MAPPING:  # transformers would take the integers for weights
+            raise ConfigurationError(f"the checkpoint {source!r} is quantized with {method}, which is not read. {CAN}")
+        return None
+    about = {**about, "quant_method": method}
     stored = Stored.of(about, source)
-    found = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
+    found = AutoConfig.from_pretrained(source, local_files_only=local_files_only, trust_remote_code=False)
     found.quantization_config = {"quant_method": NAME, "original": dict(about), "form": stored.form, "source": source}
     return found
 
@@ -73,8 +84,8 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
     path = Path(cached_file(source, name, local_files_only=local_files_only))
     reader = gguf.opened(path)
     architecture = gguf.architecture_of(path, reader)  # before transformers reads it, which fails on some
-    config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only)
-    state = gguf.read(path, reader, architecture, config)
+    config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only, trust_remote_code=False)
+    state = gguf.read(path, reader, architecture, config, dtype or torch.bfloat16)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
     if any(each.endswith("qdata") for each in state):
         there = {each: (tensor.dtype, list(tensor.shape)) for each, tensor in state.items()}
@@ -92,6 +103,9 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
                 "quantization='int4'"
             )
     model.name_or_path = model.config._name_or_path = f"{source}/{name}"
+    with suppress(OSError):  # there is none beside the file
+        model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=local_files_only)
+    gguf.end_turns(model.generation_config, reader)
     return model
 
 
@@ -119,14 +133,11 @@ class Stored:
             return Stored(method, None if method == "gguf" else BLOCK)
 
         def refuse(why: str) -> ConfigurationError:
-            return ConfigurationError(
-                f"the checkpoint {source!r} is quantized with {method}, {why}; AWQ (gemm) of 4 bits, GPTQ of 4 and 8, and "
-                "compressed-tensors with integer weights of 4 and 8 bits and activations as they are can be read"
-            )
+            return ConfigurationError(f"the checkpoint {source!r} is quantized with {method}, {why}. {CAN}")
 
         if method == "compressed-tensors":
             return Stored._of_compressed_tensors(about, refuse)
-        bits, group = about.get("bits", about.get("w_bit", 4)), int(about.get("group_size", about.get("q_group_size", 128)))
+        bits, group = int(about.get("bits", about.get("w_bit", 4))), int(about.get("group_size", about.get("q_group_size", 128)))
         form = next(str(about[key]).lower() for key in ("checkpoint_format", "version", "format", "quant_method") if key in about)
         known = {"awq": ("awq", "gemm"), "gptq": ("gptq", "gptq_v2", "none")}[method]
         if bits not in ((4,) if method == "awq" else (4, 8)):
@@ -152,6 +163,8 @@ class Stored:
                 raise refuse(f"with weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}")
             if weights.get("strategy") not in ("group", "channel", "tensor"):
                 raise refuse(f"with scales by {weights.get('strategy')!r}")
+            if weights["strategy"] == "group" and int(weights.get("group_size") or 0) < 1:
+                raise refuse(f"with groups of {weights.get('group_size')} inputs")
             bits.add(weights["num_bits"])
             found[form, weights.get("group_size") if weights["strategy"] == "group" else None] = True
         if len(found) != 1:
@@ -173,11 +186,15 @@ class Stored:
         if self.bits and bits not in self.bits:
             raise ValueError(f"weights of {bits} bits each where {' and '.join(map(str, sorted(self.bits)))} are stated")
         groups = math.ceil(inputs / size)
+        if inputs % size and self.form != "gptq":
+            raise ValueError(f"{inputs} inputs, which are no whole number of groups of {size}")
         expected = {"weights": (codes, (outputs, inputs)), "scales": (scale, (outputs, groups)), "zero points": (zeros, (outputs, groups))}
         for what, (found, wanted) in expected.items():
             if isinstance(found, Tensor) and tuple(found.shape) != wanted:
                 raise ValueError(f"{what} of shape {tuple(found.shape)} where groups of {size} inputs need {wanted}")
-        order = None if given is None else order_of(given, size, groups)
+        if given is not None and self.form != "gptq" and bool((given == -1).all()):
+            given = None  # older releases say so that there is no order
+        order = None if given is None else order_of(given, inputs, size, groups)
         if order is not None:
             codes = codes[:, order.long()]
         if isinstance(zeros, Tensor):
@@ -230,12 +247,15 @@ class Stored:
             return 4, codes, parts["scales"].T, zeros, None
         if self.form == "gptq":
             bits = bits_of(parts["qweight"].shape[0], inputs)
-            words = parts["qzeros"].long() + self.first * sum(1 << bit for bit in range(0, 32, bits))  # whole words, with carries
+            ones = self.first * sum(1 << bit for bit in range(0, 32, bits))  # added to whole words, with carries
+            words = (parts["qzeros"].long() + ones).to(torch.int32)
             codes, zeros = fields(parts["qweight"].T, bits)[:, :inputs], fields(words, bits).T
             return bits, codes, parts["scales"].T, zeros, parts.get("g_idx")
         scale, zero = parts["weight_scale"], parts.get("weight_zero_point")
         scale = scale.expand(outputs, -1) if scale.ndim == 2 else scale.reshape(-1, 1).expand(outputs, 1)
         packed = self.form == "pack-quantized"
+        if not packed and parts["weight"].dtype != torch.int8:
+            raise ValueError(f"weights of {parts['weight'].dtype} beside their scales, where integers of 8 bits are needed")
         bits = bits_of(parts["weight_packed"].shape[1], inputs) if packed else 8
         codes = fields(parts["weight_packed"], bits)[:, :inputs] if packed else (parts["weight"].to(torch.int16) + 128).to(torch.uint8)
         half = 1 << (bits - 1)
@@ -256,24 +276,26 @@ def bits_of(words: int, inputs: int) -> int:
 
 
 def fields(packed: Tensor, bits: int) -> Tensor:
-    """Unpack words ``[M, n]`` into numbers ``[M, n * 32 / bits]`` uint8, those in the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
-    return (packed.contiguous()[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+    """Unpack words ``[M, n]`` int32 into numbers ``[M, n * 32 / bits]`` uint8, those in the lowest bits first."""
+    found = packed.contiguous().view(torch.uint8)  # the lowest byte of a word is its first one
+    return found if bits == 8 else torch.stack([found & 15, found >> 4], -1).flatten(1)
 
 
 def in_awq_order(rows: Tensor) -> Tensor:
     return rows.view(len(rows), -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
 
 
-def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
+def order_of(given: Tensor, inputs: int, size: int, groups: int) -> Tensor | None:
     """``[K]`` int32 the inputs sorted by group, from the group of each input; None if they are sorted already.
 
     Raises:
         ValueError: groups of other sizes.
     """
     given = given.long()
-    counts = [min(size, len(given) - size * group) for group in range(groups)]
-    if torch.bincount(given.clamp(min=0), minlength=groups).tolist() != counts:
+    if tuple(given.shape) != (inputs,) or int(given.min()) < 0 or int(given.max()) >= groups:
+        raise ValueError(f"g_idx of shape {tuple(given.shape)} and groups up to {int(given.max())} where {inputs} inputs have {groups}")
+    counts = [min(size, inputs - size * group) for group in range(groups)]
+    if torch.bincount(given, minlength=groups).tolist() != counts:
         raise ValueError(f"g_idx makes groups of other sizes than {size} inputs")
     order = torch.argsort(given, stable=True).int()
     return None if torch.equal(order, torch.arange(len(order), dtype=torch.int32, device=order.device)) else order
@@ -352,6 +374,9 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
             found += 1
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Layer(module, parts))
+        loading: Any = model
+        if isinstance(loading.get_output_embeddings(), Layer):  # no part of the input embeddings, whatever the configuration says
+            loading.config.get_text_config().tie_word_embeddings, loading.all_tied_weights_keys = False, {}
         self._check_nothing_is_left(model, there)
         if not found:
             raise ConfigurationError(
@@ -450,7 +475,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _naming(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError, TypeError, ArithmeticError) as error:
             source = self.quantization_config.source
             raise ConfigurationError(
                 f"the checkpoint {source!r} contradicts its configuration: {name} has {error}; load a folder whose files and config.json "
@@ -461,8 +486,10 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
 def headers(files: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Dtype and shape of every tensor in safetensors files."""
     found = {}
-    for file in files:
-        with safe_open(str(file), "pt") as opened:
+    for file in map(str, files):
+        if not file.endswith(".safetensors"):
+            raise ConfigurationError(f"{file!r} is no safetensors file, and quantized checkpoints are read from these only; convert it")
+        with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
                 piece = opened.get_slice(name)
                 found[name] = DTYPES.get(piece.get_dtype(), torch.uint8), piece.get_shape()

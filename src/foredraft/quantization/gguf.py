@@ -148,9 +148,18 @@ def architecture_of(path: Path, reader: Any) -> str:
     return str(architecture)
 
 
-def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, Tensor]:
-    """The tensors of a file that is :func:`opened`, as :class:`~foredraft.quantization.checkpoints.Layer` and the model have them;
-    ``config`` gets what transformers does not read.
+def end_turns(generation: Any, reader: Any) -> None:
+    """Let texts end also at the token that ends a turn of a chat, if the file names one."""
+    field = reader.fields.get("tokenizer.ggml.eot_token_id")
+    ends = generation.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends] if ends is not None else []
+    if field is not None and (end := int(field.contents())) not in ends:
+        generation.eos_token_id = [*ends, end]
+
+
+def read(path: Path, reader: Any, architecture: str, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a file that is :func:`opened`, as :class:`~foredraft.quantization.checkpoints.Layer` and the model have them, those
+    that are widened in ``dtype``; ``config`` gets what transformers does not read.
 
     Raises:
         ConfigurationError: the file has something that is not supported.
@@ -174,7 +183,7 @@ def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, T
         config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
     experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
     for number in range(config.num_hidden_layers if experts else 0):
-        state |= of_experts(experts, number, path)
+        state |= of_experts(experts, number, path, dtype)
         wide = [parts for name, parts in EXPERTS.items() if f"model.layers.{number}.mlp.experts.{name}" in state]
         widened |= {experts[f"blk.{number}.ffn_{part}_exps.weight"].tensor_type.name for parts in wide for part in parts}
     for tensor in reader.tensors:
@@ -199,7 +208,7 @@ def read(path: Path, reader: Any, architecture: str, config: Any) -> dict[str, T
         if not keeps or tied:
             found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
             found = found if order is None else found[order]
-            state[name] = found - 1 if architecture in GEMMA and prefix.endswith("norm") else found
+            state[name] = (found - 1 if architecture in GEMMA and prefix.endswith("norm") else found).to(dtype)
     if kinds := sorted(widened - UNQUANTIZED):
         warnings.warn(
             f"{str(path)!r} has weights in {', '.join(kinds)}, which no kernel reads: they are widened to the model's dtype, and take more "
@@ -253,7 +262,7 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
         config.rope_parameters = {**config.rope_parameters, **scaled}
 
 
-def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, Tensor]:
+def of_experts(given: Mapping[str, Any], number: int, path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The experts of layer ``number``. Those of a kind that is not kept, and a gate and `up` of different kinds, are widened.
 
     Raises:
@@ -274,7 +283,7 @@ def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, T
                 state[f"{target}_{part}"] = each if len(each) == 1 else each.view(*data.shape[:2], -1).contiguous()
         else:
             found = [np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32) for tensor in tensors]
-            state[target] = torch.cat([torch.from_numpy(each) for each in found], 1)
+            state[target] = torch.cat([torch.from_numpy(each).to(dtype) for each in found], 1)
     return state
 
 
