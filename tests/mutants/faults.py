@@ -57,6 +57,7 @@ COSTS = ("tests/planning/test_planner.py",)
 ROUNDS = ("tests/planning/test_rounds.py",)
 PACKERS = ("tests/target/test_library_packers.py",)
 GROUPS = ("tests/target/test_groups.py",)
+MULTIMODAL = ("tests/target/test_multimodal.py",)
 EXPERT_COSTS = ("tests/planning/test_expert_costs.py",)
 GROUPED_EXPERTS = ("tests/target/test_grouped_experts.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
@@ -77,7 +78,7 @@ ENGINE = ("tests/serving/test_engine.py",)
 METRICS = ("tests/serving/test_metrics.py",)
 FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
-THREADS = ("tests/serving/test_threads.py",)
+SERVER_THREADS = ("tests/serving/test_threads.py",)
 ROLL = ("tests/serving/test_roll.py",)
 WORKERS = ("tests/serving/test_workers.py",)
 LANDING = ("tests/serving/test_landing.py",)
@@ -115,7 +116,9 @@ FAULTS = [
     Fault("tree.py", "            lines[node] = lines[row[node]]\n", "            lines[node] = lines[node - 1]\n", TREE),
     Fault("tree.py", "return tuple(range(-1, nodes - 1))", "return (-1, *[0] * (nodes - 1))", TREE),
     Fault("tree.py", "lines[node, node] = True", "lines[node, node] = False", TREE),
-    Fault("tree.py", "depths.append(0 if parent < 0 else depths[parent] + 1)", "depths.append(0 if parent < 0 else depths[-1] + 1)", TREE),
+    Fault(
+        "shapes.py", "depths.append(0 if parent < 0 else depths[parent] + 1)", "depths.append(0 if parent < 0 else depths[-1] + 1)", TREE
+    ),
     Fault("tree.py", "return nodes[::-1]", "return nodes", TREE),
     Fault("tree.py", "max(depths) <= limit for depths", "max(depths) <= limit + 1 for depths", TREE),
     Fault("tree.py", "return self.valid[:, 1:].sum(-1)", "return self.valid.sum(-1)", TREE + RULES),
@@ -472,7 +475,7 @@ FAULTS = [
     Fault("loading.py", "if lacking := sorted(info", "if lacking := 0 and sorted(info", ("tests/test_bad_input.py",)),
     Fault("paged_cache.py", "whole.copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
     Fault(
-        "paged_cache.py",
+        "page_stores.py",
         "[self.begins[row] for row in keep]\n        self.lay_out(0, blocks)\n",
         "[self.begins[row] for row in keep]\n",
         PAGED,
@@ -480,8 +483,8 @@ FAULTS = [
     Fault("changes.py", "disabled, [*flatten(map(dict.items, self._scales))]", "disabled, []", CHANGED),
     # -- windows
     Fault("target.py", "self.prefill_chunk = self._chunk_within(size)", "pass", WINDOWS),
-    Fault("paged_cache.py", "length - self.kind.window + 1", "length - self.kind.window + 2", WINDOWS),
-    Fault("paged_cache.py", "if last - self.sees_from(length) < runs[last]:", "if True:", WINDOWS),
+    Fault("page_stores.py", "length - self.kind.window + 1", "length - self.kind.window + 2", WINDOWS),
+    Fault("page_stores.py", "if last - self.sees_from(length) < runs[last]:", "if True:", WINDOWS),
     Fault("paged_cache.py", "        store.copy(former, mine, length % PAGE)\n", "", WINDOWS),
     Fault("paged_cache.py", "            if source != GONE:\n", "            if source != GONE and store is self.stores[0]:\n", WINDOWS),
     Fault("paged_cache.py", "            window.moved(row, index, mine)\n", "            pass\n", WINDOWS),
@@ -716,7 +719,7 @@ FAULTS = [
     Fault("application.py", 'isolation = None if self.settings.share else state["key"]', "isolation = None", API),
     Fault("protect.py", "            if not is_open(path_of(scope)):\n                self.check_ready()\n", "", SERVE),
     Fault("connections.py", "if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:", "if True:", SERVE),
-    Fault("protect.py", 'state["key"] or str((scope.get("client") or ("",))[0])', 'state["key"] or ""', THREADS),
+    Fault("protect.py", 'state["key"] or str((scope.get("client") or ("",))[0])', 'state["key"] or ""', SERVER_THREADS),
     # -- the audit of a server
     Fault("groups.h", "in_group = m->group, at += OUTPUTS;", "in_group = m->group, at += nested ? OUTPUTS : 0;", GROUPS),
     Fault("groups.h", "nested = 0, above += OUTPUTS;", "nested = 0;", GROUPS),
@@ -762,6 +765,22 @@ FAULTS = [
     ),
     Fault("checkpoints.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", GROUPS),
     Fault("checkpoints.py", 'first=int(method == "gptq" and form != "gptq_v2")', "first=0", GROUPS),
+    Fault("checkpoints.py", "if method and method not in AUTO_QUANTIZER_MAPPING:", "if False:", GROUPS),
+    Fault(
+        "checkpoints.py",
+        "local_files_only=local_files_only, trust_remote_code=False)\n    found.",
+        "local_files_only=local_files_only)\n    found.",
+        MULTIMODAL,
+    ),
+    Fault("checkpoints.py", "if inputs % size and", "if False and", PACKERS),
+    Fault("checkpoints.py", "found & 15, found >> 4", "found >> 4, found & 15", GROUPS),
+    Fault("checkpoints.py", "(given == -1).all()", "(given == -2).all()", PACKERS),
+    Fault("gguf.py", "generation.eos_token_id = [*ends, end]", "generation.eos_token_id = [end]", GROUPS),
+    Fault("loading.py", "if name.endswith(OF_QUANTIZED):", "if False:", GROUPS),
+    Fault("choice.py", "torch.arange(end - count, end,", "torch.arange(count,", DESCRIBED),
+    Fault("choice.py", "some_text(facts, SAMPLE, seed=1000)", "list(range(SAMPLE))", DESCRIBED),
+    Fault("described_pass.py", "* wanted.abs()).clamp(min=0)", "* wanted.abs().max()).clamp(min=0)", DESCRIBED),
+    Fault("masks.py", "self._keyed = len(set(kinds or ())) > 1", "self._keyed = bool(kinds)", WINDOWS),
     Fault("checkpoints.py", "codes = codes[:, order.long()]", "codes = codes[:, order.flip(0).long()]", GROUPS),
     Fault(
         "narrow.py",
