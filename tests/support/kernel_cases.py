@@ -12,6 +12,8 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
     LlamaConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
@@ -23,6 +25,7 @@ from transformers import (
 from foredraft.backends import native
 from foredraft.backends import packing as packing_module
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers loads it as part of Mistral 3 only
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 SIZES = {
@@ -68,6 +71,11 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 WIDER = {"intermediate_size": 128}  # a multiple of 64 also where nothing lies beside it
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 DESCRIBED = {  # families that run by a description: the model type, and what differs from SIZES
+    "cwm": ("cwm", {"bos_token_id": 1, "sliding_window": 12, "layer_types": MIXED, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }}),
+    "ministral": ("ministral", {"sliding_window": 12, "layer_types": MIXED}),
     "phi3": ("phi3", {"num_attention_heads": 2, "tie_word_embeddings": True}),
     "phi3-window-partial": ("phi3", {"num_attention_heads": 2, "sliding_window": 12, "rope_parameters": HALF}),
     "gemma": ("gemma", {}),
@@ -78,6 +86,16 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "gemma3-cap": ("gemma3_text", {"sliding_window": 70, "layer_types": MIXED, "final_logit_softcapping": 3.0, "num_key_value_heads": 1}),
     "granite": ("granite", {
         "attention_multiplier": 0.3, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 3.0, "attention_bias": True,
+    }),
+    "granite_swa": ("granite_swa", {
+        "attention_multiplier": 0.3, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 3.0, "sliding_window": 12,
+        "layer_types": MIXED, "layer_rope_theta": [10000.0, 0, 10000.0],
+    }),
+    "hyperclovax": ("hyperclovax", {
+        "attention_multiplier": 0.3, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 3.0, "attention_bias": True,
+    }),
+    "vaultgemma": ("vaultgemma", {
+        "sliding_window": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20,
     }),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "olmo2": ("olmo2", {}),
@@ -91,11 +109,14 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "gpt_neox-serial": ("gpt_neox", {**WIDER, "num_attention_heads": 2, "use_parallel_residual": False}),
     "phi": ("phi", {**WIDER, "num_attention_heads": 2, "rope_parameters": HALF}),
     "phi-norms": ("phi", {**WIDER, "num_attention_heads": 2, "qk_layernorm": True}),
+    "persimmon": ("persimmon", {**WIDER, "num_attention_heads": 2}),
     "stablelm": ("stablelm", {"num_attention_heads": 2, "use_qkv_bias": True, "rope_parameters": {**HALF, "partial_rotary_factor": 0.25}}),
     "stablelm-parallel": ("stablelm", {"head_dim": 16, "use_parallel_residual": True}),
     "nemotron": ("nemotron", {**WIDER, "num_attention_heads": 2}),
     "seed_oss": ("seed_oss", {"attention_bias": True}),
     "arcee": ("arcee", {**WIDER, "mlp_bias": True}),
+    "jais2": ("jais2", {**WIDER, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("helium", {"num_attention_heads": 2, "attention_bias": True, "mlp_bias": True}),
     "ernie4_5": ("ernie4_5", {}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "mistral-wide-window": ("mistral", {"sliding_window": 70}),
@@ -107,6 +128,14 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "mixtral-window": ("mixtral", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe-window": ("qwen3_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "mlp_only_layers": [1]}),
     "qwen2_moe-window": ("qwen2_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
+    "mellum": ("mellum", {
+        **ROUTED, "sliding_window": 12, "layer_types": MIXED, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }),
     "glm4_moe-partial": ("glm4_moe", {**BY_SIGMOID, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF}),
     "ernie4_5_moe-some-layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
@@ -116,6 +145,11 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
         **LATENT, **BY_SIGMOID, "q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None,
     }),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
+    "youtu": ("youtu", {**LATENT, "q_lora_rank": 64}),
+    "mistral4": ("mistral4", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "mscale": 0.2, "mscale_all_dim": 0.3, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 4, "partial_rotary_factor": 1.0,
+    }}),
     "dots1": ("dots1", {**BY_SIGMOID, "sliding_window": 12, "layer_types": MIXED}),
     "solar_open": ("solar_open", {**BY_SIGMOID, "attention_bias": True}),
     "exaone_moe": ("exaone_moe", {

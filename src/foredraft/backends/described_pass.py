@@ -139,8 +139,9 @@ class DescribedModel(NativeModel):
         scale = getattr(embedding, "embed_scale", 1.0)
         self._multiplier = getattr(base, "embedding_multiplier", 1.0)
         self.embedded.scale = float(torch.as_tensor(scale).to(like.dtype)) * self._multiplier
-        self.divided = getattr(config, "logits_scaling", None) or 1.0
-        self.scaled = getattr(packing.model, "logit_scale", None) or 1.0
+        factor = getattr(config, "logits_scaling", None) or 1.0
+        self.divided = 1.0 if family.multiplied else factor
+        self.scaled = factor if family.multiplied else getattr(packing.model, "logit_scale", None) or 1.0
         self.cap = getattr(config, "final_logit_softcapping", None) or 0.0
         self.finishes = (self.divided, self.scaled, self.cap) != (1.0, 1.0, 0.0)
         if self.finishes and self.head not in heads_of(base):

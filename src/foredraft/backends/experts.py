@@ -287,6 +287,8 @@ ROUTERS = {
     "Qwen3MoeTopKRouter": Router(),
     "Qwen2MoeTopKRouter": Router(),
     "OlmoeTopKRouter": Router(),
+    "MellumTopKRouter": Router(),
+    "Mistral4TopkRouter": Router(unsorted=True),
     "MixtralTopKRouter": Router(normed=True, exact=True),
     "GptOssTopKRouter": Router("router", native.OF_CHOSEN, normed=False),
     **dict.fromkeys(

@@ -32,6 +32,7 @@ class Family:
         parallel: attention and MLP read the same input; or the attribute of a layer that says so.
         halves: RoPE angles are given for one half of the numbers.
         tempered: the factor of queries at given positions, by the configuration; None for none.
+        multiplied: logits are multiplied by the configuration's ``logits_scaling``, not divided.
         refused: why a model of this family cannot be run, by its configuration; None if it can.
     """
 
@@ -60,6 +61,7 @@ class Family:
     parallel: bool | str = False
     halves: bool = False
     tempered: Callable[[Any, Tensor], Tensor | None] = lambda config, positions: None
+    multiplied: bool = False
     refused: Callable[[Any], str | None] = lambda config: None
 
 
@@ -71,11 +73,20 @@ def clipped(config: Any) -> str | None:
     return None if config.clip_qkv is None else "it cuts queries, keys and values at a limit"
 
 
+def turned_differently(config: Any) -> str | None:
+    known = {0, config.rope_parameters["rope_theta"]}
+    return None if known.issuperset(config.layer_rope_theta) else "RoPE of its layers differs in theta"
+
+
 def tempered(config: Any, positions: Tensor) -> Tensor | None:
-    """The factor of queries of Ministral 3."""
+    """The factor of queries of Ministral 3 and Mistral 4."""
     rope = config.rope_parameters
     beta, most = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return None if beta is None else 1 + beta * torch.log(1 + torch.floor(positions / most))
+
+
+def theta_is_given(attention: Any) -> bool:
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
 
 
 def windowed_only(attention: Any) -> bool:
@@ -98,10 +109,13 @@ GIVEN = Family(before=None, after=None, attention_given="post_attention_layernor
 COHERE = Family(after=None, parallel=True, interleaved=True, once=True)
 LATENT = Family(qkv=(), head_norms=("q_a_layernorm", "kv_a_layernorm"), interleaved="rope_interleave", latent=True)
 FAMILIES = {
-    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Granite", "SeedOss"), PLAIN),
+    **dict.fromkeys(("Llama", "Mistral", "Ministral", "Cwm", "Qwen2", "Qwen3", "Gemma", "Granite", "SeedOss"), PLAIN),
     "Phi3": replace(JOINED, qkv=("qkv_proj",)),
     "Gemma2": replace(SANDWICH, layer_cap="attn_logit_softcapping"),
     "Gemma3": replace(SANDWICH, model="TextModel"),
+    "VaultGemma": Family(after="pre_feedforward_layernorm", layer_cap="attn_logit_softcapping"),
+    "GraniteSWA": Family(turns=theta_is_given, refused=turned_differently),
+    "HyperCLOVAX": Family(attention_given="post_norm1", mlp_given="post_norm2", multiplied=True),
     "SmolLM3": Family(turns=lambda attention: bool(attention.use_rope)),
     **dict.fromkeys(("Olmo2", "Olmo3"), GIVEN),
     "Exaone4": replace(GIVEN, turns=where_windows_are),
@@ -132,15 +146,26 @@ FAMILIES = {
         activation="mlp.activation_fn",
         parallel=True,
     ),
+    "Persimmon": Family(
+        last="final_layernorm",
+        qkv=("query_key_value",),
+        output="dense",
+        wide=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        head_norms=("q_layernorm", "k_layernorm"),
+        activation="mlp.act",
+        grouped=True,
+    ),
     "StableLm": Family(head_norms=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual"),
-    **dict.fromkeys(("Nemotron", "Arcee"), Family(wide=("mlp.up_proj",))),
-    **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True)),
+    **dict.fromkeys(("Nemotron", "Arcee", "Jais2"), Family(wide=("mlp.up_proj",))),
+    **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe", "Helium"), Family(interleaved=True)),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "Ministral3": Family(tempered=tempered),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "SolarOpen", "Dots1"), PLAIN),
+    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "SolarOpen", "Dots1", "Mellum"), PLAIN),
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
-    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite"), LATENT),
+    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite", "Youtu"), LATENT),
+    "Mistral4": replace(LATENT, tempered=tempered),
     "DeepseekV2": replace(LATENT, interleaved=True, in_pairs=True, halves=True),
 }
 

@@ -56,10 +56,14 @@ static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *q
         entry room[GAP ? TAKEN + TAKEN / 2 : 1];
         for (int t = 0; t < s.n; t++) {
             const value *query = queries + ((size_t)(s.begin + t) * l->heads + s.head) * (plain + rest);
+            value *y = last ? out + t * rest : x + t * plain;
             if (last)
-                turned_apart(l, p, s.begin + t, query + plain, out + t * rest, rest);
+                turned_apart(l, p, s.begin + t, query + plain, y, rest);
             else
-                copied(query, x + t * plain, plain);
+                copied(query, y, plain);
+            const float *factor = p->kinds[l->kind].factor;
+            for (int j = 0; factor && j < (last ? rest : plain); j += 16)
+                store(y + j, f32_mul(load(y + j), f32_of(factor[p->places[s.begin + t]])));
         }
         const Matrix m = {.values = l->latent->to_latents + (size_t)s.head * rank * plain};
         if (!last) outputs(&m, s.tile * TILE, entries(x, s.n, plain, room), out, s.n, plain, 0);
