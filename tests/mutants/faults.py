@@ -601,6 +601,8 @@ FAULTS = [
     Fault("experts.py", "return self.mixture.outdated or self.router.outdated", "return False", MIXTURES),
     Fault("latent.h", "i % 2 * (count / 2) + i / 2 : i", "i : i", DESCRIBED),
     Fault("latent.h", " && !(l->rotation & IN_PAIRS)", "", DESCRIBED),
+    Fault("latent.h", "factor && j < (last ? rest : plain)", "factor && last && j < rest", DESCRIBED),
+    Fault("experts.h", "whole += 1e-20f", "whole += 0", MIXTURES),
     Fault("experts.h", "e->by_best ? best.score : ", "", MIXTURES),
     Fault("experts.py", '(router, "topk_method", "") != "greedy"', '(router, "topk_method", "") != ""', MIXTURES),
     Fault("described_pass.py", "narrow.dequantized(attention.kv_b_proj.weight, weight)", "weight.to(expand.dtype)", DESCRIBED),

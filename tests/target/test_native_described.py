@@ -457,6 +457,22 @@ def test_what_the_kernels_do_not_know(attribute, value, said, monkeypatch):
     assert found.execution == "packed" and (said or "norms of queries and keys are of another shape") in found.reasons["fused"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("arcee", {"hidden_act": "relu6"}, "its activation is ReLU6"),
+        ("arcee", {"hidden_act": "gelu_10"}, "its activation is ClippedGELUActivation"),
+        ("qwen3-window", {"head_dim": 48, "num_key_value_heads": 1}, "linear layers for qkv have 288 outputs, and the kernels take"),
+        ("deepseek_v3", {"head_dim": 16, "qk_rope_head_dim": 16}, "its kv_a_proj_with_mqa has 144 outputs, and the kernels take"),
+        ("granite_swa", {"layer_rope_theta": [10000.0, 0, 500000.0]}, "RoPE of its layers differs in theta"),
+        ("hyperclovax", {"use_post_norm": False}, "the norm attention_given has no weights of its own"),
+    ],
+)
+def test_options_that_the_kernels_do_not_know(name, options, said):
+    found = Target(build(name, torch.float32, **options), execution="native", owned=True)
+    assert found.execution == "packed" and said in found.reasons["fused"]
+
+
 def test_layers_of_others_run_as_they_are():
     """A subclass, as adapters put one in."""
 

@@ -202,6 +202,21 @@ def test_logits_of_routers_in_float32_are_not_rounded(name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_that_are_nearly_zero(dtype):
+    """The classes add 1e-20 to the sum that scores are divided by; corrections choose the experts."""
+    model, layer = showing(dtype, 16, 4, "glm4_moe", n_group=1, topk_group=1)
+    layer.mlp.gate.weight.copy_(torch.linspace(-60, -44, 128).expand(16, 128))
+    layer.mlp.gate.e_score_correction_bias.copy_(torch.arange(16) % 4 == 0)
+    target = Target(model, execution="native")
+    x = torch.eye(128, dtype=dtype)
+    wanted = type(layer.mlp).forward(layer.mlp, layer.post_attention_layernorm(x)[None])[0]
+    assert wanted[0].max() < 1e-5 and wanted[-1].max() > 0.2
+    assert torch.allclose(mixed(model, x) - x, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    target.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_expert_that_nobody_takes_is_not_read(dtype):
     model, layer = showing(dtype, 8, 3)
     layer.mlp.gate.weight.copy_(torch.randint(0, 4, (8, 128), generator=torch.Generator().manual_seed(5)))

@@ -312,6 +312,9 @@ class Latents:
         layers = {name: getattr(attention, each) for name, each in names.items()}
         matrices = {name: packing.matrix(layer) for name, layer in layers.items()}
         expand = packing.product(attention.kv_b_proj)
+        for name, layer in layers.items():
+            if layer.out_features % BLOCK:
+                raise Unfit(f"its {names[name]} has {layer.out_features} outputs, and the kernels take multiples of {BLOCK}")
         if expand is None or None in matrices.values():
             raise Unfit("its products for latents are not packed in the kernels' layout")
         rank, turned, plain, values = (
@@ -429,11 +432,13 @@ def taken(packing: Packing, name: str, layers: Sequence[Any]) -> Product:
     """The packed product of ``layers``.
 
     Raises:
-        Unfit: they are not packed together in the kernels' layout.
+        Unfit: they are not packed together in the kernels' layout, or have outputs of a size that the kernels do not take.
     """
     found = packing.product(*layers)
-    if found is None or found.hint != NATIVE or found.outputs % 64:
+    if found is None or found.hint != NATIVE:
         raise Unfit(f"its linear layers for {name} are not packed together in the kernels' layout")
+    if found.outputs % BLOCK:
+        raise Unfit(f"its linear layers for {name} have {found.outputs} outputs, and the kernels take multiples of {BLOCK}")
     return found
 
 
@@ -485,9 +490,9 @@ def activation_of(function: Any) -> int:
     Raises:
         Unfit: the kernels do not know it.
     """
-    x = torch.linspace(-4, 4, 65, dtype=torch.float32)
+    x = torch.cat([torch.linspace(-most, most, 65, dtype=torch.float32) for most in (4, 40)])  # some are clipped at 6 or 10
     made = function(x)
-    found = next((known for known, each in ACTIVATIONS.items() if torch.allclose(made, each(x), rtol=0, atol=2e-6)), None)
+    found = next((known for known, each in ACTIVATIONS.items() if torch.allclose(made, each(x), rtol=1e-6, atol=2e-6)), None)
     if found is None:
         raise Unfit(f"its activation is {type(function).__name__}")
     return found

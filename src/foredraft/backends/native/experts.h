@@ -200,6 +200,7 @@ static void choose(const Experts *e, const Routed *r, int t, int32_t *experts, f
         whole += scores[j];
     }
     if (whole < e->least) whole = e->least;
+    if (e->routing == OF_EACH) whole += 1e-20f; /* as in the classes */
     for (int j = 0; j < k; j++) {
         const f32 score = f32_of((e->routing == OF_CHOSEN || e->normed ? scores[j] / whole : scores[j]) * (float)e->factor);
         scores[j] = f32_first(e->exact ? score : rounded(score));
