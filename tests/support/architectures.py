@@ -207,6 +207,13 @@ _FULL_ATTENTION = (
     _tree("glm4", "Glm4ForCausalLM", _GROUPED, head_dim=8),
     _tree("glm", "GlmForCausalLM", _GROUPED, head_dim=8),
     _tree("arcee", "ArceeForCausalLM", _GROUPED),
+    _tree("jais2", "Jais2ForCausalLM", _GROUPED),
+    _tree("helium", "HeliumForCausalLM", _GROUPED, head_dim=8),
+    _tree("hyperclovax", "HyperCLOVAXForCausalLM", _GROUPED),
+    _tree("persimmon", "PersimmonForCausalLM", _HEADS, std=0.2),
+    _tree("youtu", "YoutuForCausalLM", _LATENT, _UNTIED, note="latent keys and values"),
+    _tree("mellum", "MellumForCausalLM", _GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    _tree("mistral4", "Mistral4ForCausalLM", _LATENT, note="latent keys and values"),
     _tree("seed_oss", "SeedOssForCausalLM", _GROUPED, head_dim=8),
     _tree("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _GROUPED, head_dim=8),
     _tree("nemotron", "NemotronForCausalLM", _GROUPED, head_dim=8),
@@ -314,6 +321,10 @@ _FULL_ATTENTION = (
 
 _WINDOWED = (
     _windowed("mistral", "MistralForCausalLM", _GROUPED),
+    _windowed("ministral", "MinistralForCausalLM", _GROUPED, head_dim=8),
+    _windowed("cwm", "CwmForCausalLM", _GROUPED, num_hidden_layers=3, head_dim=8, layer_types=_MIXED, bos_token_id=1),
+    _windowed("granite_swa", "GraniteSWAForCausalLM", _GROUPED, _UNTIED, implementations=EAGER, note="attention sinks"),
+    _windowed("vaultgemma", "VaultGemmaForCausalLM", _GROUPED, _UNTIED, implementations=EAGER, head_dim=8, note="soft caps"),
     _windowed("mixtral", "MixtralForCausalLM", _GROUPED, num_local_experts=4, num_experts_per_tok=2),
     _windowed("phi3", "Phi3ForCausalLM", _GROUPED),
     _windowed(

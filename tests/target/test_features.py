@@ -34,7 +34,7 @@ LENGTHS = (30, 5, 14)  # of which the last two are prefilled together
 SERVED = [name for name, entry in ARCHITECTURES.items() if entry.support != "refused"]
 STREAMS = {"gemma3n_text"}  # whose layers hand several streams to each other: only what the LM head reads is one vector
 LONGER = {"llama", "gemma3_text", "qwen3_next"}  # one of each sort decodes on after a row has joined
-BY_HEAD = {"gemma2", "gemma3n_text"}  # whose logits are capped behind the LM head
+BY_HEAD = {"gemma2", "gemma3n_text", "vaultgemma"}  # whose logits are capped behind the LM head
 REPLAYED = [(family, whole) for family in ("llama", "gemma3_text", "gpt2", "opt", "gemma2") for whole in (True, False)]
 needs_kernels = pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no kernels here")
 
