@@ -456,6 +456,27 @@ def _hang(command, **options):
     return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("printed", "why"),
+    [
+        (r"\374bersetzung fehlgeschlagen", "\N{REPLACEMENT CHARACTER}bersetzung fehlgeschlagen"),
+        (r"In file included from a.c:1:\na.h:5:2: error: $LC_ALL\n    5 | ;\n      |  ^\n", "a.h:5:2: error: C"),
+        (r"first\nlast", "last"),
+        ("", "no message"),
+    ],
+)
+def test_why_a_compiler_failed(printed, why, fresh, monkeypatch, caplog):
+    """In its first line about an error, whatever encoding and language it has."""
+    compiler = fresh / "compiler"
+    compiler.write_text(f'#!/bin/sh\nprintf "{printed}" >&2\nexit 1\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("LC_ALL", "de_DE.ISO-8859-1")
+    assert native.refusal(torch.float32) == f"they could not be compiled or loaded: {compiler} failed: {why}"
+    assert len(caplog.records) == 1
+
+
 def test_there_are_none_for_other_dtypes():
     assert native.refusal(torch.float64) is not None
 

@@ -535,7 +535,7 @@ def _remove(folder: str, process: int) -> None:
 
 def _key(compiler: str, flags: list[str]) -> str:
     """A hash of everything that the compiled code depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
+    version = _run(compiler, "--version").stdout
     parts = [revision(), version, " ".join(flags), " ".join(sorted(cpu_flags()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
@@ -543,8 +543,15 @@ def _key(compiler: str, flags: list[str]) -> str:
 def _compile(compiler: str, flags: list[str]) -> Path:
     """The file with the compiled kernels, which lasts as long as the process."""
     whole = Path(tempfile.mkdtemp(dir=_temporary()), "layer.so")
-    command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(whole)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+    done = _run(compiler, *flags, str(SOURCE), "-lm", "-o", str(whole))
     if done.returncode:
-        raise OSError(f"{compiler} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        lines = (done.stderr.strip() or "no message").splitlines()
+        why = next((line for line in lines if "error" in line), lines[-1])  # notes and the source follow
+        raise OSError(f"{compiler} failed: {why}")
     return whole
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """What ``command`` of a compiler prints, in English; its encoding may be any."""
+    plain = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=LIMIT, env=plain)
