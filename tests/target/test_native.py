@@ -330,6 +330,36 @@ def test_kernels_are_compiled_once(quick, monkeypatch):
 
 
 @needs_kernels
+def test_without_a_compiler_the_newest_intact_file_is_used(quick, monkeypatch, caplog):
+    """Whatever compiler made it, but for the same source, flags and CPU."""
+    native.library(torch.float32)
+    (made,) = (quick / "kernels").iterdir()
+    (_, key, compiler), content = made.stem.split("-"), made.read_bytes()
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    others = [made.with_name(f"kernels-{key}-{name}.so") for name in ("newest", "newer")]
+    (made.parent / f"kernels-other-{compiler}.so").write_bytes(content)
+    for path, age, left in zip((*others, made), (1, 2, 3), (content[:-1], content, content)):
+        path.unlink(missing_ok=True)
+        path.write_bytes(left)
+        os.utime(path, (time.time() - age,) * 2)
+    loaded = []
+    monkeypatch.setattr(native, "_declared", lambda kernels: loaded.append(kernels._name) or kernels)
+    for expected in (others[1], made, None):
+        forget()
+        caplog.clear()
+        why = native.refusal(torch.float32)
+        assert "newest.so is damaged" in caplog.text and len(caplog.records) == 1
+        if expected is None:
+            assert "no C compiler" in why
+        else:
+            assert why is None and loaded.pop() == str(expected)
+            expected.unlink()
+    forget()
+    (made.parent.chmod(0o777), made.write_bytes(content))
+    assert "no C compiler" in native.refusal(torch.float32), "others can write to the folder"
+
+
+@needs_kernels
 def test_a_file_that_another_process_has_kept_meanwhile_stays(quick, monkeypatch):
     """A third one may be about to load it."""
     native.library(torch.float32)

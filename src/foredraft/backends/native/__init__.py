@@ -2,8 +2,9 @@
 
 ``layer.c`` is compiled once per dtype with the C compiler at hand, in half a minute, for the instructions that the machine has
 (``vectors.h``). The result is kept in the cache folder together with its hash; if that folder cannot be used, every process compiles
-anew. If there is no compiler, or the CPU is an x86-64 without AVX2, :func:`library` says so and other layouts are used. The kernels have
-their own threads, as many as torch uses. On a busy machine these do not wait for preempted ones (``crew.h``).
+anew. If there is no compiler, what another process has kept there is used. If there is nothing, or the CPU is an x86-64 without AVX2,
+:func:`library` says so and other layouts are used. The kernels have their own threads, as many as torch uses. On a busy machine these do
+not wait for preempted ones (``crew.h``).
 """
 
 from __future__ import annotations
@@ -284,9 +285,7 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     """Load the kernels from the cache folder if an intact file is there; otherwise compile them, and keep them there if possible."""
     named = os.environ.get("CC", "")
     compiler = shutil.which(named) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    if compiler is None:
-        raise Unavailable("there is no C compiler (gcc, cc or clang)")
-    if named and shutil.which(named) is None:
+    if compiler and named and shutil.which(named) is None:
         warn_once(f"CC={named!r} is no program, so {compiler} compiles the native kernels")
     machine = platform.machine()
     asked = INSTRUCTIONS[machine].get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
@@ -294,7 +293,10 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     if "avx512f" in cpu_flags() and "avx512bw" not in cpu_flags():
         flags.append("-mno-avx512f")  # the kernels need both, or AVX2
     folder = private_folder("kernels")
-    kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
+    key = _hash(revision(), " ".join(flags), " ".join(sorted(cpu_flags())))
+    if compiler is None:
+        return _newest(folder, key)
+    kept = None if folder is None else folder / f"kernels-{key}-{_hash(_run(compiler, '--version').stdout)}.so"
     if kept is not None and _whole(kept):
         try:
             return ctypes.CDLL(str(kept))
@@ -321,6 +323,14 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
         return ctypes.CDLL(str(kept))
 
 
+def _newest(folder: Path | None, key: str) -> ctypes.CDLL:
+    """The kernels that any compiler has made for ``key``, as in an image to which no compiler was copied."""
+    found = [] if folder is None else sorted(folder.glob(f"kernels-{key}-*.so"), key=lambda path: path.stat().st_mtime, reverse=True)
+    if (newest := next(filter(_whole, found), None)) is None:
+        raise Unavailable("there is no C compiler (gcc, cc or clang)")
+    return ctypes.CDLL(str(newest))
+
+
 def _allowed(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """``kernels``, once the system lets them use AMX, where they do."""
     if (ask := getattr(kernels, "tiles_allowed", None)) is not None and not ask():
@@ -336,7 +346,7 @@ def _whole(path: Path) -> bool:
         return False
     if hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]:
         return True
-    warn_once(f"{path} is damaged, so the kernels are compiled anew")
+    warn_once(f"{path} is damaged and not used")
     return False
 
 
@@ -533,10 +543,7 @@ def _remove(folder: str, process: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _key(compiler: str, flags: list[str]) -> str:
-    """A hash of everything that the compiled code depends on."""
-    version = _run(compiler, "--version").stdout
-    parts = [revision(), version, " ".join(flags), " ".join(sorted(cpu_flags()))]
+def _hash(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
