@@ -116,7 +116,7 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
 
 @needs_kernels
 def test_it_covers_the_kernels(monkeypatch):
-    """Their layouts, source and instruction sets. It ends in -approx unless they compute everything, as the target's own test finds."""
+    """Their layouts, source, and the instructions that the CPU has and that the compiler used. It ends in -approx unless they compute everything, as the target's own test finds."""
 
     def computed(execution: str) -> str:
         return fingerprint(kernel_model("llama", torch.float32), execution=execution)
@@ -125,7 +125,7 @@ def test_it_covers_the_kernels(monkeypatch):
     assert exact == computed("native") and not exact.endswith("-approx") and packed.endswith("-approx")
     found = {exact, packed.removesuffix("-approx")}
     changes = [
-        lambda patched: patched.setenv("FOREDRAFT_INSTRUCTIONS", "avx2"),
+        lambda patched: patched.setattr(native, "instructions", lambda dtype: f"less for {dtype}"),
         lambda patched: patched.setattr(native, "revision", lambda: "another"),
         lambda patched: patched.setattr(native, "cpu_flags", lambda: frozenset({"avx2"})),
     ]
@@ -136,6 +136,9 @@ def test_it_covers_the_kernels(monkeypatch):
             change(patched)
             found.add(computed("packed").removesuffix("-approx"))
     assert len(found) == 2 + len(changes)
+    plain = fingerprint()
+    monkeypatch.setattr(native, "instructions", lambda dtype: "those of a draft model")
+    assert fingerprint() == plain
 
 
 def test_it_changes_with_a_cache_that_cuts_texts(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -142,6 +143,26 @@ def test_tiles_of_amx(tmp_path):
 @pytest.mark.parametrize("flags", [("-march=sapphirerapids", "-DTILES"), ("-march=cooperlake",)], ids=["amx", "avx512 with bfloat16"])
 def test_builds_for_processors_that_may_not_be_here(flags, tmp_path):
     subprocess.run(["cc", *flags, "-DBF16", *FLAGS, *STRICT, "-c", "-o", str(tmp_path / "built.o")], check=True, timeout=500)
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's")
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ([X86["avx2"]], "avx2"),
+        ([X86["avx512"]], "avx512"),
+        ([X86["vnni"]], "avx512 bytes"),
+        ([X86["brain"]], "avx512 bytes dots"),
+        (["-march=sapphirerapids", "-DTILES"], "avx512 bytes dots tiles"),
+    ],
+)
+def test_kernels_name_the_instructions_that_the_compiler_used(flags, names):
+    command = ["cc", *flags, "-DBF16", "-E", "-P", str(native.SOURCE)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "".join(re.findall('"(.*?)"', code.split("instructions(void)")[1])) == names
+    assert native.library(torch.float32) and native.instructions(torch.float32).split()[0] in ("avx2", "avx512")
+    assert native.instructions(torch.float64) == ""
 
 
 @needs_kernels

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -156,8 +155,13 @@ def computation_of(speculator: Speculator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if device.type == "cpu":
-        flags, asked = sorted(native.cpu_flags()), os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
-        about |= {"kernels": native.revision(), "cpu": flags, "instructions": asked, "torch": torch.backends.cpu.get_cpu_capability()}
+        kernels = target.execution in ("native", "packed") or backend.pages is not None  # a draft model may have loaded some, too
+        about |= {
+            "kernels": native.revision(),
+            "instructions": native.instructions(speculator.model.dtype) if kernels else "",
+            "cpu": sorted(native.cpu_flags()),
+            "torch": torch.backends.cpu.get_cpu_capability(),
+        }
     return about
 
 

@@ -265,6 +265,12 @@ def loaded(dtype: torch.dtype) -> ctypes.CDLL | None:
     return None if isinstance(found, str) else found
 
 
+def instructions(dtype: torch.dtype) -> str:
+    """What the compiler used for the kernels that this process has loaded for ``dtype``, which an older one may not know; "" if none."""
+    kernels = loaded(dtype)
+    return "" if kernels is None else kernels.instructions().decode()
+
+
 _known: dict[torch.dtype, ctypes.CDLL | str] = {}  # a failure is not tried again in this process
 
 
@@ -369,6 +375,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
     kernels.chains.argtypes, kernels.chains.restype = [ctypes.POINTER(Chains), number], None
     kernels.draw.argtypes, kernels.draw.restype = [ctypes.POINTER(Draws), number, number, pointer, size, number, pointer, number], None
+    kernels.instructions.restype = ctypes.c_char_p
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None

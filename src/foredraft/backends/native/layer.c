@@ -482,3 +482,25 @@ void embed(const Embedded *e, const int64_t *tokens, const int64_t *positions, v
 
 #include "growth.h"
 #include "rules.h"
+
+/* The instructions that the compiler was allowed to use, as far as the bits of results may depend on them */
+const char *instructions(void) {
+    return
+#if defined(__aarch64__)
+        "neon"
+#elif defined(__AVX512F__)
+        "avx512"
+#else
+        "avx2"
+#endif
+#ifdef IN_BYTES
+        " bytes"
+#endif
+#ifdef DOTS
+        " dots"
+#endif
+#ifdef TILED
+        " tiles"
+#endif
+        ;
+}
