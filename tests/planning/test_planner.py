@@ -560,14 +560,17 @@ def test_where_profiles_are_kept(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "foredraft"
 
 
-def test_a_profile_is_of_one_model_drafter_dtype_and_number_of_threads(monkeypatch, tmp_path):
+def test_a_profile_is_of_one_model_drafter_dtype_number_of_threads_and_set_of_instructions(monkeypatch, tmp_path):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.delenv("FOREDRAFT_INSTRUCTIONS", raising=False)
     target, drafter = Target(tiny()), make_drafter("draft-model")
     drafter.bind(target)
     paths = {profile(target, drafter).path, profile(target, PromptLookup()).path, profile(Target(tiny("gpt2")), PromptLookup()).path}
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     paths.add(profile(target, drafter).path)
-    assert len(paths) == 4
+    monkeypatch.setenv("FOREDRAFT_INSTRUCTIONS", "avx2")
+    paths.add(profile(target, drafter).path)
+    assert len(paths) == 5
     assert describe(target, drafter)["drafter"]["model"]["dtype"] == "torch.float32"
 
 

@@ -1,4 +1,5 @@
-"""Measured costs, kept between runs: one JSON file for each model, drafter, machine, dtype, device, threads and version of torch.
+"""Measured costs, kept between runs: one JSON file for each model, drafter, machine, dtype, device, threads, version of torch
+and kernels.
 
 They lie in ``$FOREDRAFT_CACHE``, or else in ``foredraft`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``FOREDRAFT_CACHE=off`` keeps
 none. A file that cannot be used is measured anew, with a note in the log.
@@ -84,6 +85,7 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "kernels": native.revision(),
+        "instructions": os.environ.get("FOREDRAFT_INSTRUCTIONS", ""),
     }
 
 
