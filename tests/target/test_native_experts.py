@@ -485,6 +485,25 @@ def test_sums_are_rounded_where_the_class_rounds_them(scores_in, sums):
     assert (module(x, chosen, scores) == wanted).float().mean() > 0.99
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("number", [-1, 8, 2**40])
+def test_experts_that_do_not_exist(number, monkeypatch):
+    """The class decides what they mean, unless its weights have been released."""
+    kept, released = (made("qwen3_moe", torch.float32) for _ in range(2))
+    targets = Target(kept, execution="native"), Target(released, execution="native", owned=True)
+    chosen = torch.tensor([[1, 2]] * 5)
+    chosen[3, 1] = number
+    given = torch.randn(5, 64), chosen, torch.ones(5, 2)
+    modules = [each.model.layers[1].mlp.experts for each in (kept, released)]
+    assert all(isinstance(vars(module)["forward"], Mixture) for module in modules)
+    with pytest.raises(RuntimeError, match=f"expert {number}, and there are 8"):
+        modules[1](*given)
+    monkeypatch.setattr(type(modules[0]), "forward", lambda self, *given: ("the class", self, given))
+    assert modules[0](*given) == ("the class", modules[0], given)
+    for target in targets:
+        target.close()
+
+
 def test_others_keep_their_experts_and_say_why():
     """A part that nobody knows: the experts are packed, the layers are no kernels."""
     model = made("qwen3_moe", torch.float32)

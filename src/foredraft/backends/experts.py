@@ -161,6 +161,10 @@ class Mixture(Override):
         tokens = hidden_states.numel() // self.hidden
         if chosen.shape != scores.shape or chosen[..., 0].numel() != tokens:
             raise RuntimeError(f"expected experts and weights for {tokens} tokens, got {list(chosen.shape)} and {list(scores.shape)}")
+        if (stray := chosen[(chosen < 0) | (chosen >= self.count)]).numel():  # of a hook, or of a router that drops tokens
+            if held:
+                return type(self.layer).forward(self.layer, hidden_states, chosen, scores)
+            raise RuntimeError(f"a token is given expert {int(stray[0])}, and there are {self.count}: 0 to {self.count - 1}")
         x, ids, parts = hidden_states.to(self.dtype).contiguous(), chosen.long().contiguous(), scores.float().contiguous()
         out, threads = torch.zeros_like(x), torch.get_num_threads()
         about = native.Experts.from_buffer_copy(self.about)
