@@ -32,7 +32,11 @@ X86 = {"avx2": "-march=haswell", "avx512": "-march=skylake-avx512", "vnni": "-ma
 FLAG = {"avx512": "avx512dq", "vnni": "avx512_vnni", "brain": "avx512_bf16"}  # that a CPU has
 OTHERS = ("bf16", "brain")  # their products of bfloat16 are rounded in ways of their own
 ROUNDED = {"silu", "gelu", "exact_gelu"}  # by an instruction of AVX-512 that makes numbers below 2^-126 zero
-SANITIZED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")
+TILES = ("-march=sapphirerapids", "-DTILES")
+# What only nightly tests run. In bfloat16, vnni has the same as avx512 but for weights in groups.
+LEFT_OUT = {torch.float32: ("bf16", "vnni", "brain"), torch.bfloat16: ("avx512", "neon")}
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZED_EMULATED = ("-fsanitize=undefined", "-fno-sanitize-recover=all")  # AddressSanitizer does not run under qemu
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
 
 
@@ -70,7 +74,8 @@ def lines(instructions: str, dtype: torch.dtype, *more: str) -> list[list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             program = str(Path(folder) / instructions)
             subprocess.run([compiler, *flags, "-o", program, "-lm"], check=True, timeout=500)
-            done = subprocess.run([*run, program], capture_output=True, text=True, timeout=500, check=False)
+            env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # the program frees nothing
+            done = subprocess.run([*run, program], capture_output=True, text=True, timeout=500, check=False, env=env)
         assert not done.returncode, [*done.stdout.splitlines()[-1:], done.stderr]
         keep(kept, done.stdout)
     return [line.split() for line in kept.read_text().splitlines()]
@@ -90,8 +95,7 @@ def differing(some: list[list[str]], others: list[list[str]]) -> set[str]:
 @pytest.mark.parametrize(
     ("dtype", "left_out"),
     [
-        (torch.float32, ("bf16", "vnni", "brain")),
-        (torch.bfloat16, ("avx512", "neon")),  # vnni has the same but for weights in groups
+        *LEFT_OUT.items(),
         pytest.param(torch.float32, (), marks=pytest.mark.nightly),
         pytest.param(torch.bfloat16, (), marks=pytest.mark.nightly),
     ],
@@ -120,16 +124,16 @@ def test_instruction_sets_give_the_same_bits(dtype, left_out):
 @needs_kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
 def test_tiles_of_amx(tmp_path):
-    """They are emulated, and products are within a rounding or two; each token has the bits that it has alone. The instructions themselves
-    are compiled, and not run."""
-    plain, tiled = lines("avx2", torch.bfloat16), lines("avx2", torch.bfloat16, "-DTILES", "-DEMULATED")
+    """They are emulated, under sanitizers. Products are within a rounding or two, and each token has the bits that it has alone. The
+    instructions themselves are compiled, and not run."""
+    plain, tiled = lines("avx2", torch.bfloat16), lines("avx2", torch.bfloat16, "-DTILES", "-DEMULATED", *SANITIZED)
     different = differing(plain, tiled)
     assert different < {line[0] for line in plain if len(line) > 60}, "results of products alone"
     for one, other in zip(plain, tiled):
         if one[0] in different:
             torch.testing.assert_close(numbers(other), numbers(one), rtol=2**-7, atol=numbers(one).abs().mean().item() / 100)
-    build = ["cc", "-march=sapphirerapids", "-DTILES", "-DBF16", *FLAGS, *STRICT, "-c"]
-    kept = kept_at(build, [])
+    build = ["cc", *TILES, "-DBF16", *FLAGS, *STRICT, "-c"]
+    kept = kept_at(build, ["objdump"])
     if not kept.exists():
         subprocess.run([*build, "-o", str(tmp_path / "built.o")], check=True, timeout=500)
         found = subprocess.run(["objdump", "-d", str(tmp_path / "built.o")], capture_output=True, text=True, check=True).stdout
@@ -138,11 +142,30 @@ def test_tiles_of_amx(tmp_path):
     assert "tdpbf16ps" in found and "ldtilecfg" in found
 
 
+def not_run() -> list[tuple[str, torch.dtype]]:
+    """What only nightly tests run, or none on this machine."""
+    run = here() if len(here()) > 1 else []
+    return [(name, dtype) for dtype, out in LEFT_OUT.items() for name in [*X86, "amx", *ARM] if name not in run or name in out]
+
+
 @needs_kernels
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's")
-@pytest.mark.parametrize("flags", [("-march=sapphirerapids", "-DTILES"), ("-march=cooperlake",)], ids=["amx", "avx512 with bfloat16"])
-def test_builds_for_processors_that_may_not_be_here(flags, tmp_path):
-    subprocess.run(["cc", *flags, "-DBF16", *FLAGS, *STRICT, "-c", "-o", str(tmp_path / "built.o")], check=True, timeout=500)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 has the compilers")
+@pytest.mark.parametrize(("name", "dtype"), not_run(), ids=str)
+def test_it_compiles_for_what_is_not_run(name, dtype, tmp_path):
+    if name in ARM and CROSS is None:
+        pytest.skip("no aarch64-linux-gnu-gcc on PATH")
+    flags = TILES if name == "amx" else ((ARM | X86)[name],)
+    brain = ["-DBF16"] if dtype == torch.bfloat16 else []
+    build = [CROSS if name in ARM else "cc", *flags, *brain, *FLAGS, *STRICT, "-c", *([] if name in ARM else ["-O0"])]  # in half the time
+    if not (kept := kept_at(build, [])).exists():
+        subprocess.run([*build, "-o", str(tmp_path / "built.o")], check=True, timeout=500)
+        keep(kept, "")
+
+
+@pytest.mark.skipif("CI" not in os.environ or (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="for CI")
+def test_the_tools_for_arm_are_there():
+    """Without them the tests above are skipped."""
+    assert CROSS and EMULATOR
 
 
 @needs_kernels
@@ -154,7 +177,7 @@ def test_builds_for_processors_that_may_not_be_here(flags, tmp_path):
         ([X86["avx512"]], "avx512"),
         ([X86["vnni"]], "avx512 bytes"),
         ([X86["brain"]], "avx512 bytes dots"),
-        (["-march=sapphirerapids", "-DTILES"], "avx512 bytes dots tiles"),
+        (TILES, "avx512 bytes dots tiles"),
     ],
 )
 def test_kernels_name_the_instructions_that_the_compiler_used(flags, names):
@@ -185,8 +208,9 @@ def test_whole_kernels_without_the_newer_instructions_of_avx512(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("instructions", here())
-def test_undefined_behaviour(instructions, dtype):
-    lines(instructions, dtype, *SANITIZED)
+def test_memory_and_undefined_behaviour(instructions, dtype):
+    emulated = instructions in ARM and platform.machine() != "aarch64"
+    lines(instructions, dtype, *(SANITIZED_EMULATED if emulated else SANITIZED))
 
 
 @pytest.mark.parametrize(
