@@ -116,7 +116,8 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
 
 @needs_kernels
 def test_it_covers_the_kernels(monkeypatch):
-    """Their layouts, source, and the instructions that the CPU has and that the compiler used. It ends in -approx unless they compute everything, as the target's own test finds."""
+    """Their layouts, source, and the instructions that the CPU has and that the compiler used. It ends in -approx unless they compute
+    everything, as the target's own test finds."""
 
     def computed(execution: str) -> str:
         return fingerprint(kernel_model("llama", torch.float32), execution=execution)
