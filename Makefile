@@ -89,10 +89,12 @@ nightly: $(VENV)/.installed-test
 
 RUN_KERNELS := $(addprefix tests/target/,test_native.py test_native_segments.py test_native_described.py test_native_experts.py \
   test_native_sourced.py test_packing.py test_quantization.py test_groups.py test_grouped_experts.py test_invariance.py \
-  test_paged_attention.py test_handed_pages.py test_pages_elsewhere.py) \
+  test_paged_attention.py test_handed_pages.py test_pages_elsewhere.py test_changed.py test_features.py) \
   tests/models/test_paged_cache.py tests/drafters/test_native_growth.py tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py \
   tests/heads/test_ngram_log_odds.py tests/test_threads.py tests/verification/test_rule_kernels.py tests/logits/test_noise.py \
-  tests/drafters/test_token_recycling.py tests/target/test_execution_families.py tests/target/test_multimodal.py
+  tests/drafters/test_token_recycling.py tests/target/test_execution_families.py tests/target/test_multimodal.py \
+  tests/models/test_windows.py tests/models/test_pass_memory.py tests/drafters/test_eagle3_sharing.py \
+  tests/drafters/test_heads_behind_sources.py tests/test_prompt_logprobs.py tests/test_failing_rows.py
 # Python's own allocator would hide overruns, and does not give its memory back at the end. Reports go to the terminal.
 sanitize: $(VENV)/.installed-test
 	CC=gcc FOREDRAFT_SANITIZE=address,undefined PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
