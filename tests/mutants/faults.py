@@ -782,7 +782,12 @@ FAULTS = [
     Fault("choice.py", "torch.arange(end - count, end,", "torch.arange(count,", DESCRIBED),
     Fault("choice.py", "some_text(facts, SAMPLE, seed=1000)", "list(range(SAMPLE))", DESCRIBED),
     Fault("described_pass.py", "* wanted.abs()).clamp(min=0)", "* wanted.abs().max()).clamp(min=0)", DESCRIBED),
-    Fault("masks.py", "return self._finish(where.visible[:, None])", 'return {"full_attention": self._finish(where.visible[:, None])}', WINDOWS),
+    Fault(
+        "masks.py",
+        "return self._finish(where.visible[:, None])",
+        'return {"full_attention": self._finish(where.visible[:, None])}',
+        WINDOWS,
+    ),
     Fault("checkpoints.py", "codes = codes[:, order.long()]", "codes = codes[:, order.flip(0).long()]", GROUPS),
     Fault(
         "narrow.py",
