@@ -134,7 +134,7 @@ def check_weights(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
             "weights of its config.json"
         )
     for name in sorted(info["unexpected_keys"]):
-        if name.endswith(OF_QUANTIZED):
+        if name.endswith(OF_QUANTIZED) and part_at(model, name.rpartition(".")[0]) is not None:
             raise ConfigurationError(
                 f"the checkpoint {source!r} has {name}, of quantized weights, but its config.json does not say how they are quantized; "
                 "load a folder whose files and config.json are of the same model"
@@ -151,13 +151,19 @@ def check_weights(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
 def layers_at(model: PreTrainedModel, path: str) -> int | None:
     """How many layers files may have at ``path``, such as ``model.layers``, with those that predict further tokens; None where the model
     has no list of layers."""
+    found = part_at(model, path)
+    if not isinstance(found, torch.nn.ModuleList):
+        return None
+    return len(found) + int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
+
+
+def part_at(model: PreTrainedModel, path: str) -> torch.nn.Module | None:
+    """What files call ``path``, with or without the prefix of the base model; None where the model has nothing there."""
     for name in (path, f"{model.base_model_prefix}.{path}"):
         try:
-            found = model.get_submodule(name)
+            return model.get_submodule(name)
         except AttributeError:
             continue
-        if isinstance(found, torch.nn.ModuleList):
-            return len(found) + int(getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0)
     return None
 
 

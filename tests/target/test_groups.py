@@ -726,6 +726,16 @@ def test_a_checkpoint_that_contradicts_itself_is_refused(method, change, message
         load_model(str(tmp_path))
 
 
+def test_quantized_weights_of_parts_that_the_model_lacks_are_left_out(tmp_path):
+    """Such as layers that predict further tokens."""
+
+    def change(about, state):
+        state["mtp.0.mlp.up_proj.qweight"] = state["model.layers.0.mlp.up_proj.qweight"].clone()
+
+    expected = checkpoint(tmp_path, "awq", change=change)
+    assert torch.equal(logits(load_model(str(tmp_path))), logits(expected))
+
+
 def test_names_and_numbers_as_people_write_them(tmp_path):
     expected = checkpoint(tmp_path, "awq", change=lambda about, state: about.update(quant_method="AWQ", bits="4"))
     assert torch.equal(logits(load_model(str(tmp_path))), logits(expected))

@@ -127,12 +127,13 @@ INLINE i32 i32_halves_right(i32 x, int by) { /* shifts both 16-bit halves of eac
     return (i32){(int32x4_t)((uint16x8_t)x.a >> by), (int32x4_t)((uint16x8_t)x.b >> by), (int32x4_t)((uint16x8_t)x.c >> by), (int32x4_t)((uint16x8_t)x.d >> by)};
 }
 
-/* Twice the e2m1 float (4 bits) in the lowest bits: of each 16-bit half, as an integer; of each word, as a float. Other bits are ignored. */
+/* 12 plus twice the e2m1 float in the lowest four bits of each byte; the other bits must be zero */
 INLINE int32x4_t four_bytes_of_e2m1(int32x4_t x) {
     const uint8x16_t numbers = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     return vreinterpretq_s32_u8(vqtbl1q_u8(numbers, vreinterpretq_u8_s32(x)));
 }
 INLINE i32 i32_bytes_of_e2m1(i32 x) { return EACH(i32, four_bytes_of_e2m1, x); }
+/* Twice the e2m1 float in the lowest four bits of each word; other bits are ignored */
 INLINE float32x4_t four_of_twice_e2m1(int32x4_t x) {
     const int32x4_t size = vsubq_s32(vandq_s32(four_bytes_of_e2m1(vandq_s32(x, vdupq_n_s32(7))), vdupq_n_s32(255)), vdupq_n_s32(12));
     const uint32x4_t sign = vshlq_n_u32(vshrq_n_u32(vreinterpretq_u32_s32(vshlq_n_s32(x, 28)), 31), 31);
