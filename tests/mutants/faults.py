@@ -778,7 +778,7 @@ FAULTS = [
     Fault("checkpoints.py", "found & 15, found >> 4", "found >> 4, found & 15", GROUPS),
     Fault("checkpoints.py", "(given == -1).all()", "(given == -2).all()", PACKERS),
     Fault("gguf.py", "generation.eos_token_id = [*ends, end]", "generation.eos_token_id = [end]", GROUPS),
-    Fault("loading.py", "if name.endswith(OF_QUANTIZED):", "if False:", GROUPS),
+    Fault("loading.py", "if name.endswith(OF_QUANTIZED) and part_at(", "if False and part_at(", GROUPS),
     Fault("choice.py", "torch.arange(end - count, end,", "torch.arange(count,", DESCRIBED),
     Fault("choice.py", "some_text(facts, SAMPLE, seed=1000)", "list(range(SAMPLE))", DESCRIBED),
     Fault("described_pass.py", "* wanted.abs()).clamp(min=0)", "* wanted.abs().max()).clamp(min=0)", DESCRIBED),
