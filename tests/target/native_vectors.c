@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { H = 128, K = 192, N = 128, MOST_TOKENS = 60, THREADS = 2 };
 
@@ -291,7 +292,7 @@ static Pass pass_of(int T, int most, int size, int width) {
 
 /* Two layers: queries by way of a smaller vector, and not */
 static void latents(void) {
-    enum { T = 9, WIDTH = 64, ASKING = 2, RANK = 64, TURNED = 16, PLAIN = 32, VALUES_OF_HEAD = 64, LOW = 64, INNER = 192 };
+    enum { T = 9, WIDTH = 64, ASKING = 2, RANK = 64, TURNED = 16, PLAIN = 48, VALUES_OF_HEAD = 64, LOW = 64, INNER = 192 };
     Latent low = {.rank = RANK, .turned = TURNED, .plain = PLAIN, .values = VALUES_OF_HEAD, .query_rank = LOW, .kept = matrix(128, H),
                   .query_in = matrix(LOW, H), .query = matrix(128, LOW), .to_latents = values(ASKING * RANK * PLAIN, -0.2f, 0.2f),
                   .to_values = values(ASKING * RANK * VALUES_OF_HEAD, -0.2f, 0.2f)};
@@ -375,6 +376,9 @@ static void growths(void) {
 }
 
 int main(void) {
+#if defined(TILED) && !defined(EMULATED)
+    if (syscall(158, 0x1023, 18)) return 2; /* ask Linux for the tiles */
+#endif
     vectors(), products(), attentions(), mixtures(), models(), latents(), growths();
 #if defined(TILED) && defined(EMULATED)
     return !tiles_used;

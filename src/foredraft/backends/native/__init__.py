@@ -39,10 +39,10 @@ ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # by machine: comp
 NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
 INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # values of FOREDRAFT_INSTRUCTIONS, and their flags for the compiler
     "x86_64": {
-        "amx": ("-DTILES",),
-        "avx512": (),
-        "avx512-plain": ("-mno-avx512bf16", "-mno-avx512vnni"),
-        "avx2": ("-mno-avx512f",),
+        "amx": (),
+        "avx512": ("-DNO_TILES",),
+        "avx512-plain": ("-DNO_TILES", "-mno-avx512bf16", "-mno-avx512vnni"),
+        "avx2": ("-DNO_TILES", "-mno-avx512f"),
     },
     "aarch64": {"bf16": (), "neon": ("-march=armv8-a",)},
 }
@@ -53,6 +53,7 @@ ASKED = {
     "bf16": "bf16",
 }  # the CPU flags that these need, as Linux names them
 CPUS = Path("/proc/cpuinfo")
+USE_TILES = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of Linux
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash at the end of a file of kernels
 LOADING = threading.Lock()
@@ -278,7 +279,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The same, or the reason that there are none."""
     try:
         _check_machine(dtype)
-        return _declared(_allowed(_loaded(dtype)))
+        return _declared(_loaded(dtype))
     except Unavailable as error:
         return str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -294,10 +295,14 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     if compiler and named and shutil.which(named) is None:
         warn_once(f"CC={named!r} is no program, so {compiler} compiles the native kernels")
     machine = platform.machine()
-    asked = INSTRUCTIONS[machine].get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
-    flags = [*FLAGS, ALL[machine], *asked, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    asked = os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
+    flags = [*FLAGS, ALL[machine], *INSTRUCTIONS[machine].get(asked, ()), *(["-DBF16"] if dtype == torch.bfloat16 else [])]
     if "avx512f" in cpu_flags() and "avx512bw" not in cpu_flags():
         flags.append("-mno-avx512f")  # the kernels need both, or AVX2
+    if ASKED["amx"] in cpu_flags() and "-DNO_TILES" not in flags and not _tiles_allowed():
+        if asked == "amx":
+            raise Unavailable("the system does not let this process use AMX; leave FOREDRAFT_INSTRUCTIONS out")
+        flags.append("-DNO_TILES")
     folder = private_folder("kernels")
     key = _hash(revision(), " ".join(flags), " ".join(sorted(cpu_flags())))
     if compiler is None:
@@ -337,11 +342,9 @@ def _newest(folder: Path | None, key: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(newest))
 
 
-def _allowed(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """``kernels``, once the system lets them use AMX, where they do."""
-    if (ask := getattr(kernels, "tiles_allowed", None)) is not None and not ask():
-        raise Unavailable("the system does not let this process use AMX; leave FOREDRAFT_INSTRUCTIONS out")
-    return kernels
+def _tiles_allowed() -> bool:
+    """Whether the system lets this process use the tiles of AMX; every process has to ask for that once."""
+    return not ctypes.CDLL(None).syscall(*USE_TILES)
 
 
 def _whole(path: Path) -> bool:

@@ -72,7 +72,7 @@ INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
 
 #include "groups.h"
 
-#if defined(TILES) && defined(BF16)
+#if defined(BF16) && !defined(NO_TILES) && (defined(__AMX_BF16__) || defined(EMULATED))
 #define TILED /* AMX multiplies weights of the dtype */
 #include "tiles.h"
 #endif
@@ -275,7 +275,7 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     enum { WIDTH = BLOCKS * 16 };
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
 #ifdef TILED
-    if (m->kind == VALUES) {
+    if (m->kind == VALUES && K % TILE_INPUTS == 0) {
         tiled(m, o, x, out, T, K);
         return;
     }

@@ -1,11 +1,10 @@
-/* Products of bfloat16 weights by AMX: a tile has the sums of 16 tokens and 16 outputs. Included by layer.c, where TILES and BF16 are defined.
+/* Products of bfloat16 weights by AMX: a tile has the sums of 16 tokens and 16 outputs. Included by products.h.
  *
  * 32 inputs of 16 outputs of a packed matrix lie behind one another, in the order in which TDPBF16PS reads a tile of weights. It adds the
  * first numbers of 16 pairs, and the second ones, and then both to the sum, so bits are not those of other instructions. So all products of
  * such weights are made here, those of one token too: the result of a token does not depend on how many there are.
  *
- * EMULATED computes the same without the instructions, to test what is around them. No CPU with AMX has run this yet, so it is used only
- * where FOREDRAFT_INSTRUCTIONS asks for it.
+ * EMULATED computes the same without the instructions, to test what is around them on other CPUs.
  */
 #define TILE_INPUTS 32 /* inputs of a tile */
 #define TILE_ROWS 16 /* tokens of a tile, and outputs */
@@ -51,9 +50,6 @@ static void tile_product(int sum, int inputs, int weights) {
     }
 }
 #else
-#include <sys/syscall.h>
-#include <unistd.h>
-
 static void tiles_begin(int tokens) {
     struct {
         uint8_t palette, start, unused[14];
@@ -68,9 +64,6 @@ static void tiles_begin(int tokens) {
 #define tile_load(i, p, stride) _tile_loadd(i, p, stride)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_product(sum, inputs, weights) _tile_dpbf16ps(sum, inputs, weights)
-
-/* Whether the system lets this process use tiles, which it has to be asked for once */
-int tiles_allowed(void) { return !syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */); }
 #endif
 
 /* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */

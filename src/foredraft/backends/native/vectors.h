@@ -76,7 +76,7 @@ INLINE operand eights(const int8_t *p) {
     const i32 pairs = i32_from_16((const uint16_t *)p);
     return (operand){i32_to_f32(i32_right_signed(i32_left(pairs, 24), 24)), i32_to_f32(i32_right_signed(i32_left(pairs, 16), 24))};
 }
-#if !defined(__AVX512F__) && !defined(TILES)
+#if !defined(__AVX512F__) && !defined(EMULATED)
 #define HALVED /* products read the even and the odd elements of pairs one after the other: products.h */
 INLINE f32 half_of_weights(const value *p, int odd) {
     const i32 pairs = i32_load(p);
