@@ -45,15 +45,16 @@ INLINE void scored(const value *keys, const entry *queries, float *scores, int s
     }
 }
 
-/* In `vectors` * 16 columns from d on, sums [n, size] += probabilities [n, KEYS] times the first `count` values. Prefetch as many of the values at
- * `next`, unless it is null. */
-INLINE void gathered(const chance *chances, const value *values, float *sums, int count, int size, int n, int d, int vectors, const value *next) {
+#ifndef TILED
+/* In `vectors` * 16 columns from d on, sums [n, size] += probabilities [n, KEYS] times the first `count` of `rows`, which are values of keys.
+ * Prefetch as many of the values at `next`, unless it is null. */
+INLINE void gathered(const chance *chances, const value *const *rows, float *sums, int count, int size, int n, int d, int vectors, const value *next) {
     f32 all[TOKENS][BLOCKS];
     for (int t = 0; t < n; t++)
         for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
     for (int j = 0; j < count; j += AT_ONCE) {
         summand v[BLOCKS];
-        const value *first = values + (size_t)j * size + d, *second = j + 1 < count ? first + size : 0;
+        const value *first = rows[j] + d, *second = j + 1 < count ? rows[j + 1] + d : 0;
         for (int i = 0; next && i < AT_ONCE * vectors * 16; i += LINE / (int)sizeof(value))
             __builtin_prefetch(next + KEYS * d + j * vectors * 16 + i, 0, INTO_L2);
         for (int i = 0; i < vectors; i++) v[i] = summand_of(first + i * 16, second ? second + i * 16 : 0);
@@ -64,21 +65,22 @@ INLINE void gathered(const chance *chances, const value *values, float *sums, in
         for (int i = 0; i < vectors; i++) f32_store(sums + t * size + d + i * 16, all[t][i]);
 }
 
-INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
+INLINE void gathered_all(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, const value *next) {
     chance chances[TOKENS * KEYS / AT_ONCE];
     for (int i = 0; i < n * KEYS; i += 16) chances_of(f32_load(probabilities + i), chances + i / AT_ONCE);
     int d = 0;
-    for (; d + TOGETHER(n) * 16 <= size; d += TOGETHER(n) * 16) gathered(chances, values, sums, count, size, n, d, TOGETHER(n), next);
-    if (TOGETHER(n) > 2 && d + 32 <= size) gathered(chances, values, sums, count, size, n, d, 2, next), d += 32;
-    if (d < size) gathered(chances, values, sums, count, size, n, d, 1, next);
+    for (; d + TOGETHER(n) * 16 <= size; d += TOGETHER(n) * 16) gathered(chances, rows, sums, count, size, n, d, TOGETHER(n), next);
+    if (TOGETHER(n) > 2 && d + 32 <= size) gathered(chances, rows, sums, count, size, n, d, 2, next), d += 32;
+    if (d < size) gathered(chances, rows, sums, count, size, n, d, 1, next);
 }
+
+static void some_gathered(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, const value *next) {
+    FOR_KNOWN(n, gathered_all(probabilities, rows, sums, count, size, COUNT, next))
+}
+#endif
 
 static void some_scored(const value *keys, const entry *queries, float *scores, int size, int n) {
     FOR_KNOWN(n, scored(keys, queries, scores, size, COUNT))
-}
-
-static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
-    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, next))
 }
 
 /* Latent attention, see latent.h */
@@ -220,6 +222,11 @@ typedef struct {
     int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
 } Chunk;
 
+#ifdef TILED
+/* Whether scores are made in tiles: parts of a key are whole tiles */
+#define IN_TILES(c) (!((c)->wide % TILE_INPUTS || ((c)->layer->size - (c)->wide) % TILE_INPUTS))
+#endif
+
 /* Positions of a row's slots; null if slots are positions */
 INLINE const int32_t *positions_of(const Pass *p, const Asked *a, int row) {
     return a->mask && p->positions ? p->positions + (size_t)row * p->width : 0;
@@ -242,17 +249,29 @@ INLINE size_t slots_from(const Chunk *c, int start) {
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
     const int size = c->layer->size, rest = size - c->wide;
     const size_t at = slots_from(c, start);
+#ifdef TILED
+    if (IN_TILES(c)) {
+        tiled_scores(c->keys + at, c->wide, rest ? c->asked->turned + at / c->wide * rest : 0, rest, count, c->queries, c->n, scores, c->packed, behind);
+        return;
+    }
+#endif
     packed_keys(c->keys + at, count, c->wide, size, c->packed, behind);
     if (rest) packed_keys(c->asked->turned + at / c->wide * rest, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
 }
 
-static void gather_slots(const Chunk *c, int start, int count, const float *probabilities, const value *behind) {
+/* Add the first `count` of `rows`, which are values of a block of positions, to the sums of n queries from `from` on; prefetch likewise */
+static void gather_rows(const Chunk *c, int from, int n, const value *const *rows, int count, const value *behind) {
     const int size = c->wide;
-    for (int t = 0; t < c->n; t += TOKENS)
-        some_gathered(probabilities + t * KEYS, c->values + slots_from(c, start), c->sums + t * size, count, size,
-                      c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
+    const float *probabilities = c->scores + from * KEYS;
+    float *sums = c->sums + from * size;
+#ifdef TILED
+    tiled_gather(probabilities, rows, sums, count, size, n, c->packed, behind);
+#else
+    for (int t = 0; t < n; t += TOKENS)
+        some_gathered(probabilities + t * KEYS, rows, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS, t == 0 ? behind : 0);
+#endif
 }
 
 /* Online softmax: turn raw scores of KEYS positions from `start` on into probabilities relative to the largest score so far. Queries see only the
@@ -304,9 +323,11 @@ static void take_slots(Chunk *c, int start) {
         }
     if (count == 0) return;
     const size_t behind = start + KEYS < c->end ? slots_from(c, start + KEYS) : 0;
+    const value *rows[KEYS];
+    for (int j = 0; j < count; j++) rows[j] = c->values + slots_from(c, start) + (size_t)j * c->wide;
     score_slots(c, start, count, c->scores, start + KEYS < c->end ? c->keys + behind : 0);
     weigh(c, start, sees);
-    gather_slots(c, start, count, c->scores, start + KEYS < c->end ? c->values + behind : 0);
+    gather_rows(c, 0, c->n, rows, count, start + KEYS < c->end ? c->values + behind : 0);
 }
 
 /* Iterate over the blocks of KEYS slots that hold positions from `start` on: the block at `start`, and those from slot `moved` on */
@@ -317,17 +338,18 @@ INLINE int next_block(const Chunk *c, int start, int at) {
 }
 
 /* Attend to the KEYS positions from `start` on, some of which are in other slots, as in a token tree. Plain decoding of a node's path has them
- * in slots of the same number. Scores are brought into that order, so that sums are made in the same order and have the same bits. */
+ * in slots of the same number. Scores and values are brought into that order, so that sums are made in the same order and have the same bits. */
 static void take_positions(Chunk *c, int start) {
     const int group = c->layer->heads / c->layer->key_heads;
-    int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* slots of moved positions; the first query of the same node */
-    uint64_t still[QUERIES], moved[QUERIES];            /* positions that a query sees in slots of their number, and in others */
+    int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* the slot of each position; the first query of the same node */
+    uint64_t still[QUERIES], moved[QUERIES];                /* positions that a query sees in slots of their number, and in others */
     lanes sees[QUERIES][KEYS / 16];
     float of_slots[QUERIES * KEYS];
     for (int i = 0; i < c->n; i++) {
         same[i] = i && (c->first + i) % group ? same[i - 1] : i, still[i] = moved[i] = 0;
         for (int b = 0; b < KEYS / 16; b++)
             still[i] |= (uint64_t)(visible(c->seen[i], 0, start + b * 16, c->moved) & behind(c->from[i], start + b * 16)) << (b * 16);
+        for (int j = 0; same[i] == i && j < KEYS; j++) slot_of[i][j] = start + j;
         for (int s = c->moved; same[i] == i && s < c->reach; s++) {
             const int at = c->positions[s] - start;
             if (at >= 0 && at < KEYS && c->seen[i][s] && c->positions[s] >= c->from[i]) moved[i] |= 1ull << at, slot_of[i][at] = s;
@@ -335,36 +357,41 @@ static void take_positions(Chunk *c, int start) {
         moved[i] = moved[same[i]];
         for (int b = 0; b < KEYS / 16; b++) sees[i][b] = (still[i] | moved[i]) >> (b * 16);
     }
+    for (int at = next_block(c, start, -1); at < c->reach; at = next_block(c, start, at)) {
+        int count = 0;
 #define EACH_MOVED(action) /* for each moved position in block `at`: its `slot` there, its `lane` among these positions */ \
     for (uint64_t left = moved[i]; left; left &= left - 1) { \
         const int lane = __builtin_ctzll(left), slot = slot_of[same[i]][lane] - at; \
         if (slot >= 0 && slot < KEYS) action; \
     }
-    for (int weighed = 0; weighed < 2; weighed++) {
-        for (int at = next_block(c, start, -1); at < c->reach; at = next_block(c, start, at)) {
-            int count = 0;
-            for (int i = 0; i < c->n; i++) {
-                if (at == start && still[i] && count < 64 - __builtin_clzll(still[i])) count = 64 - __builtin_clzll(still[i]);
-                EACH_MOVED(count = slot >= count ? slot + 1 : count)
-            }
-            if (!count) continue;
-            any = 1;
-            if (!weighed) score_slots(c, at, count, of_slots, 0);
-            for (int i = 0; i < c->n; i++) {
-                float *positions = c->scores + i * KEYS, *slots = of_slots + i * KEYS;
-                for (int b = 0; !weighed && at == start && b < KEYS; b += 16) f32_store(positions + b, f32_load(slots + b));
-                for (int b = 0; weighed && b < KEYS; b += 16) f32_store(slots + b, at == start ? f32_keep(still[i] >> b, f32_load(positions + b)) : f32_zero());
-                if (weighed)
-                    EACH_MOVED(slots[slot] = positions[lane])
-                else
-                    EACH_MOVED(positions[lane] = slots[slot])
-            }
-            if (weighed) gather_slots(c, at, count, of_slots, 0);
+        for (int i = 0; i < c->n; i++) {
+            if (at == start && still[i] && count < 64 - __builtin_clzll(still[i])) count = 64 - __builtin_clzll(still[i]);
+            EACH_MOVED(count = slot >= count ? slot + 1 : count)
         }
-        if (!any) return;
-        if (!weighed) weigh(c, start, sees);
-    }
+        if (!count) continue;
+        any = 1;
+        score_slots(c, at, count, of_slots, 0);
+        for (int i = 0; i < c->n; i++) {
+            float *positions = c->scores + i * KEYS, *slots = of_slots + i * KEYS;
+            for (int b = 0; at == start && b < KEYS; b += 16) f32_store(positions + b, f32_load(slots + b));
+            EACH_MOVED(positions[lane] = slots[slot])
+        }
 #undef EACH_MOVED
+    }
+    if (!any) return;
+    weigh(c, start, sees);
+    for (int i = 0, n; i < c->n; i += n) {
+        const uint64_t seen = still[i] | moved[i];
+        const value *rows[KEYS], *some = 0;
+        for (n = 1; i + n < c->n && same[i + n] == i; n++) {}
+        if (!seen) continue;
+        for (int j = 63 - __builtin_clzll(seen), last = j; j >= 0; j--) { /* a value with a weight of zero may be any that is seen */
+            const int slot = slot_of[i][j];
+            if (seen >> j & 1) some = c->values + slots_from(c, slot / KEYS * KEYS) + (size_t)(slot % KEYS) * c->wide;
+            rows[j] = some;
+            if (j == 0) gather_rows(c, i, n, rows, last + 1, 0);
+        }
+    }
 }
 
 /* Size of a value; a latent is only a part of its key */
@@ -392,6 +419,9 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
     }
     find_moved(&c);
     for (int i = 0; i < n; i++) c.from[i] = first_seen(l, c.positions, c.slots[i]);
+#ifdef TILED
+    if (IN_TILES(&c)) packed_keys(c.queries, n, size, size, c.queries + QUERIES * size, 0), c.queries += QUERIES * size;
+#endif
     return c;
 }
 

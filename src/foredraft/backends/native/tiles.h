@@ -8,6 +8,7 @@
  */
 #define TILE_INPUTS 32 /* inputs of a tile */
 #define TILE_ROWS 16 /* tokens of a tile, and outputs */
+typedef uint8_t Rows[8]; /* of each tile */
 
 #ifdef EMULATED
 typedef struct {
@@ -24,15 +25,15 @@ INLINE float of_brain(value x) {
     return found;
 }
 
-static void tiles_begin(int tokens) {
-    for (int i = 0; i < 8; i++) tile_of[i].rows = i < 5 ? tokens : TILE_ROWS;
+static void tiles_begin(const Rows rows) {
+    for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i];
 }
 #define tiles_end()
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
 #define tile_load(i, p, stride) \
-    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy(tile_of[i].bytes[row], (const char *)(p) + row * (stride), 64)
+    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy(tile_of[i].bytes[row], (const char *)(p) + row * (size_t)(stride), 64)
 #define tile_store(i, p, stride) \
-    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)(p) + row * (stride), tile_of[i].bytes[row], 64)
+    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)(p) + row * (size_t)(stride), tile_of[i].bytes[row], 64)
 static void tile_product(int sum, int inputs, int weights) {
     tiles_used = 1;
     for (int t = 0; t < tile_of[sum].rows; t++) {
@@ -50,13 +51,14 @@ static void tile_product(int sum, int inputs, int weights) {
     }
 }
 #else
-static void tiles_begin(int tokens) {
+static void tiles_begin(const Rows rows) {
     struct {
         uint8_t palette, start, unused[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = i < 5 ? tokens : TILE_ROWS;
+    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = rows[i];
+    __asm__ volatile("" : : "m"(shape) : "memory"); /* compilers do not know that instructions for tiles read memory: write everything before */
     _tile_loadconfig(&shape);
 }
 #define tiles_end() _tile_release()
@@ -73,7 +75,7 @@ static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int
     for (int t = 0; t < T; t += TILE_ROWS, x += TILE_ROWS * K, out += TILE_ROWS * BLOCKS * 16) {
         const int n = T - t < TILE_ROWS ? T - t : TILE_ROWS;
         float sums[BLOCKS][TILE_ROWS * 16];
-        tiles_begin(n);
+        tiles_begin((Rows){n, n, n, n, n, TILE_ROWS, TILE_ROWS, TILE_ROWS});
         tile_zero(0);
         tile_zero(1);
         tile_zero(2);
@@ -98,4 +100,92 @@ static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int
         for (int b = 0; b < BLOCKS; b++)
             for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b) * 16, f32_add(f32_load(sums[b] + i * 16), begun(m, o + b * 16, VALUES)));
     }
+}
+
+/* Dot products of n <= QUERIES queries with the first `count` of KEYS keys, into scores [n, KEYS]. `queries` are packed as keys are in
+ * packed_keys(). A key has `size` numbers in `keys`, and `rest` more in `more`. `room` has place for 16 keys. Keys are read as they lie in the
+ * cache, so a tile has the sums of 16 keys and 16 queries. */
+static void tiled_scores(const value *keys, int size, const value *more, int rest, int count, const value *queries, int n, float *scores, value *room,
+                         const value *next) {
+    const int last = count / TILE_ROWS * TILE_ROWS, whole = size + rest; /* of keys from `last` on there are fewer than 16 */
+    const int lines = KEYS * size * (int)sizeof(value) / LINE, each = (lines + whole / TILE_INPUTS - 1) / (whole / TILE_INPUTS);
+    for (int j = last; j < count; j++) {
+        __builtin_memcpy(room + (j - last) * size, keys + (size_t)j * size, size * sizeof(value));
+        if (rest) __builtin_memcpy(room + TILE_ROWS * size + (j - last) * rest, more + (size_t)j * rest, rest * sizeof(value));
+    }
+    tiles_begin((Rows){16, 16, 16, 16, 16, 16, 16, 16});
+    for (int t = 0; t < n; t += TILE_ROWS, queries += TILE_ROWS * whole) {
+        float sums[KEYS / 16][16 * 16];
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+        for (int d = 0; d < whole; d += TILE_INPUTS) {
+            const int line = (d < size ? size : rest) * (int)sizeof(value);
+            const char *from = (const char *)(d < size ? keys + d : more + d - size);
+            const char *end = (const char *)(d < size ? room + d : room + TILE_ROWS * size + d - size);
+            for (int i = 0; t == 0 && next && i < each; i++, next += LINE / sizeof(value)) __builtin_prefetch(next, 0, INTO_L2);
+#define OF_KEYS(b, keys_tile) \
+    if (b * 16 < count) { \
+        tile_load(keys_tile, b * 16 == last ? end : from + b * 16 * line, line); \
+        tile_product(b, keys_tile, 6); \
+    }
+            tile_load(6, queries + d * 16, 64);
+            OF_KEYS(0, 4)
+            OF_KEYS(1, 5)
+            OF_KEYS(2, 4)
+            OF_KEYS(3, 5)
+#undef OF_KEYS
+        }
+        tile_store(0, sums[0], 64);
+        tile_store(1, sums[1], 64);
+        tile_store(2, sums[2], 64);
+        tile_store(3, sums[3], 64);
+        for (int b = 0; b * 16 < count; b++) {
+            i32 r[16];
+            for (int j = 0; j < 16; j++) r[j] = i32_load(sums[b] + j * 16);
+            turned(r);
+            for (int i = 0; i < 16 && t + i < n; i++) i32_store(scores + (t + i) * KEYS + b * 16, r[i]);
+        }
+    }
+    tiles_end();
+}
+
+/* sums [n, size] += probabilities [n, KEYS] times the first `count` of `rows`. `room` has place for KEYS values. */
+static void tiled_gather(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, value *room, const value *next) {
+    const int halves = (count + TILE_INPUTS - 1) / TILE_INPUTS;
+    value chances[QUERIES * KEYS], *to = room;
+    for (int i = 0; i < n * KEYS; i += 16) store(chances + i, f32_load(probabilities + i));
+    for (int j = 0; j < halves * TILE_INPUTS; j += 2, to += TILE_INPUTS)
+        for (int d = 0; d < size; d += 16) {
+            const i32 low = j < count ? i32_from_16(rows[j] + d) : i32_zero();
+            value *pairs = to + (size_t)(j / TILE_INPUTS * (size / 16 - 1) + d / 16) * 16 * TILE_INPUTS;
+            if (next) __builtin_prefetch(next + j * size + d * 2, 0, INTO_L2);
+            i32_store(pairs, j + 1 < count ? i32_xor(low, i32_left(i32_from_16(rows[j + 1] + d), 16)) : low);
+        }
+    const int first = n < TILE_ROWS ? n : TILE_ROWS, second = n - first;
+    const size_t half = TILE_INPUTS * size;
+    tiles_begin((Rows){first, second ? second : 1, first, first, second ? second : 1, second ? second : 1, 16, 16});
+    tile_load(2, chances, KEYS * sizeof(value));
+    if (halves > 1) tile_load(3, chances + TILE_INPUTS, KEYS * sizeof(value));
+    if (second) {
+        tile_load(4, chances + TILE_ROWS * KEYS, KEYS * sizeof(value));
+        if (halves > 1) tile_load(5, chances + TILE_ROWS * KEYS + TILE_INPUTS, KEYS * sizeof(value));
+    }
+    for (int d = 0; d < size; d += 16, room += 16 * TILE_INPUTS) {
+        tile_load(0, sums + d, size * sizeof(float));
+        tile_load(6, room, 64);
+        tile_product(0, 2, 6);
+        if (halves > 1) {
+            tile_load(7, room + half, 64);
+            tile_product(0, 3, 7);
+        }
+        tile_store(0, sums + d, size * sizeof(float));
+        if (!second) continue;
+        tile_load(1, sums + TILE_ROWS * size + d, size * sizeof(float));
+        tile_product(1, 4, 6);
+        if (halves > 1) tile_product(1, 5, 7);
+        tile_store(1, sums + TILE_ROWS * size + d, size * sizeof(float));
+    }
+    tiles_end();
 }
