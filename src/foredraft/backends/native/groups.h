@@ -22,7 +22,11 @@
  * multiplied beforehand by the inverse power of two, which is exact. A weight then costs two operations before its product.
  */
 #define SEGMENT 128 /* inputs of a part at most, so that sums of their products do not overflow */
-#define CROWD 24 /* tokens per pass over the weights: their inputs and sums and the weights of a segment fit into the L1 cache */
+#ifdef TILED
+#define CROWD 32 /* tokens per pass over the weights: two tiles, */
+#else
+#define CROWD 24 /* or so many that their inputs and sums and the weights of a segment fit into the L1 cache */
+#endif
 #define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
 #define SOON 4096 /* prefetch distance in bytes */
 #define HALF 0 /* dtypes of scales: float16, BRAIN bfloat16, SINGLE float32, BYTE int8 times a float16 of `over` */
@@ -88,6 +92,10 @@ INLINE int32_t times(int a, int b) { return (uint32_t)a * (uint32_t)b; } /* wrap
 #define OFFSET(kind) 0
 #endif
 #if defined(BF16) && defined(IN_BYTES)
+#ifdef TILED
+#define IN_TILES_OF_BYTES
+#define FEW_IN_TILES(group) ((group) < SEGMENT ? 8 : 4) /* tokens from which tiles are faster; bits are the same, since sums of integers are exact */
+#endif
 typedef int16_t given;
 typedef i32 digit;
 typedef struct {
@@ -167,8 +175,33 @@ typedef struct {
 } Part;
 
 #ifdef BF16
+#ifdef IN_TILES_OF_BYTES
+/* How many inputs of n tokens are in a row of a tile, with first their low bytes and then their high ones; 0 if no tiles are used. Then, and in
+ * every second sum, the bytes of four inputs are neighbours. */
+INLINE int in_row_of(const Matrix *m, int n, int K) {
+    if (n < FEW_IN_TILES(m->group) || K % m->group) return 0;
+    return m->group == 32 ? 32 : m->group == 64 || m->group % SEGMENT == 0 ? 64 : 0;
+}
+#else
+#define in_row_of(m, n, K) 0
+#endif
+
+#ifdef IN_BYTES
+/* Store inputs i to i + 16 as bytes; with `in_row`, in rows */
+INLINE void bytes_of(i32 integers, int bits, given *out, int i, int in_row) {
+    given some[16];
+    if (!in_row) {
+        i32_to_bytes(out + i, integers, bits == 4);
+        return;
+    }
+    i32_to_bytes(some, integers, bits == 4);
+    char *low = (char *)(out + i / in_row * in_row) + i % in_row;
+    for (int q = 0; q < 4; q++) __builtin_memcpy(low + 4 * q, some + 4 * q, 4), __builtin_memcpy(low + in_row + 4 * q, some + 4 * q + 2, 4);
+}
+#endif
+
 /* Round inputs to integers times 2^(place - 127), in the order of digits(). x keeps the remainders; returns how many are not zero. */
-INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
+INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part, int in_row) {
     const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
     i32 all = i32_zero();
     int left = 0;
@@ -178,7 +211,7 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
         left += 16 - __builtin_popcount(f32_equal(x[i / 16], f32_zero()));
         all = i32_add(all, integers);
 #ifdef IN_BYTES
-        i32_to_bytes(out + i, integers, bits == 4);
+        bytes_of(integers, bits, out, i, in_row);
 #else
         i32_to_alternating(out + i, integers, 16 / bits);
 #endif
@@ -188,7 +221,7 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
 }
 
 /* Prepare inputs k to `end` of a token. Returns whether they need a second sum, whose inputs are in `rest`. */
-INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part, int in_row) {
     const int bits = WIDTH_OF(m->kind);
     f32 all[SEGMENT / 16];
     i32 most = i32_zero();
@@ -199,18 +232,18 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
     const unsigned largest = i32_most(most);
     const int exponent = (largest + 0x10000) >> 23; /* of the largest input, one more if its bits are all set: 15 bits would not do */
     const int place = (exponent < 15 ? 15 : exponent) - 14, finite = largest < 0x7f800000;
-    const int left = whole_numbers(all, end - k, place, bits, out, part);
+    const int left = whole_numbers(all, end - k, place, bits, out, part, in_row);
     if (!finite) part->scale = __builtin_nanf("");
     if (left * 4 <= end - k || place < 15 || !finite) return 0;
-    whole_numbers(all, end - k, place - 14, bits, rest, rest_part);
+    whole_numbers(all, end - k, place - 14, bits, rest, rest_part, 0);
     return 1;
 }
 #else
-INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part, int in_row) {
     float factors[16]; /* 2^-(bit position of the weight in its word); 1 if it is shifted down: the last one of a word, and e2m1 */
     const int bits = WIDTH_OF(m->kind), count = 32 / bits, shifted = m->kind == GROUPS_OF_E2M1 || m->kind == GROUPS_OF_SIX;
     f32 all = f32_zero();
-    (void)rest, (void)rest_part;
+    (void)rest, (void)rest_part, (void)in_row;
     for (int i = 0; i < 16; i++) factors[i] = shifted || i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
     for (; k < end; k += 16, out += 16) {
         const f32 inputs = in_order(m, x, k);
@@ -254,6 +287,7 @@ INLINE int crowd_of(int K) {
 
 /* Prepare n tokens of x [.., stride]: the rows numbered `rows`, or the first n if that is null */
 static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
+    const int in_row = in_row_of(m, n, K);
     Part *parts = p->parts;
     __builtin_memset(p->twice, 0, (size_t)n * (K / 16));
     for (int k = 0, end, number = 0, group_end = m->group; k < K; k = end, number++, parts += 2 * n) {
@@ -262,7 +296,7 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
         for (int t = 0; t < n; t++) {
             given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
             p->twice[(size_t)t * (K / 16) + number] =
-                prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t);
+                prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t, in_row);
         }
     }
 }
@@ -382,14 +416,96 @@ OF_TOKENS(of_eights, GROUPS_OF_EIGHT)
 OF_TOKENS(of_sixes, GROUPS_OF_SIX)
 OF_TOKENS(of_floats, GROUPS_OF_E2M1)
 
+#ifdef IN_TILES_OF_BYTES
+/* Four weights of each of 16 outputs as bytes: a row of a tile */
+INLINE void rows_of(const uint32_t *words, int inputs, int kind, uint8_t *to) {
+    for (int k = 0; k < inputs; k += INPUTS_OF(kind), words += WORDS_OF(kind, INPUTS_OF(kind)) * OUTPUTS)
+        for (int j = 0; j < INPUTS_OF(kind); j += 4, to += 64)
+            i32_store(to, IN_QUADS(kind) ? quad_of(words, j / 4, kind) : digits(i32_load(words), j, kind));
+}
+
+/* Add the sums of the tiles `low` and `high` times their scales to the totals [n, OUTPUTS] of 16 outputs */
+INLINE void add_tiles(const int32_t *low, const int32_t *high, i32 zero, f32 scale, const Part *parts, float *totals, int n) {
+    for (int t = 0; t < n; t++) {
+        const i32 begun = i32_mul(zero, i32_of(times(-1, parts[t].sum)));
+        const sum s = {i32_add(i32_load(low + t * 16), begun), i32_load(high + t * 16)};
+        float *total = totals + t * OUTPUTS;
+        f32_store(total, f32_fma(ended_sum(s), f32_mul(scale, f32_of(parts[t].scale)), f32_load(total)));
+    }
+}
+
+/* Add all parts of n tokens to totals [n, OUTPUTS], as of_tokens() does */
+INLINE void tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float *totals, int K, const char *after, int kind, int in_row) {
+    const int groups = K / m->group, shared = m->nested ? groups / m->nested : 0, steps = m->group < SEGMENT ? m->group : SEGMENT;
+    const int first = n < TILE_ROWS ? n : TILE_ROWS, second = n - first, alike = m->mins || !m->zeros;
+    const size_t words = WORDS_OF(kind, steps) * OUTPUTS;
+    const uint32_t *w = (const uint32_t *)m->values + o * WORDS_OF(kind, K);
+    const char *soon = (const char *)w + SOON, *last = (const char *)w + K / steps * words * sizeof(*w);
+    const Part *parts = p->parts;
+    tiles_with((Rows){first, first, second ? second : 1, second ? second : 1, first, second ? second : 1, in_row / 4, in_row / 4}, in_row);
+    for (int k = 0; k < K; k += steps, w += words, parts += 2 * n) {
+        const size_t group = k / m->group, at = (size_t)o * groups + group * OUTPUTS, above = shared ? (size_t)o * shared + group / m->nested * OUTPUTS : 0;
+        const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
+        if (soon >= last) soon = after ? after + (soon - last) : 0, last = (const char *)UINTPTR_MAX;
+        for (size_t i = 0; soon && i < words * sizeof(*w); i += LINE, soon += LINE) __builtin_prefetch(soon);
+        for (int b = 0; b < OUTPUTS; b += 16) {
+            int32_t sums[4][16 * 16];
+            if (m->mins) subtract_mins(m, at + b, above + b, parts, totals + b, 1, n);
+            tile_zero(0);
+            tile_zero(1);
+            tile_zero(2);
+            tile_zero(3);
+            for (int s = 0; s < steps; s += in_row) {
+                uint8_t weights[16 * 64];
+                const char *from = (const char *)(x + s), *more = from + TILE_ROWS * SEGMENT * sizeof(given);
+                rows_of(w + WORDS_OF(kind, s) * OUTPUTS + b, in_row, kind, weights);
+                tile_load(6, weights, 64);
+                tile_load(4, from, SEGMENT * sizeof(given));
+                tile_bytes(0, 4, 6);
+                tile_load(4, from + in_row, SEGMENT * sizeof(given));
+                tile_bytes(1, 4, 6);
+                if (!second) continue;
+                tile_load(5, more, SEGMENT * sizeof(given));
+                tile_bytes(2, 5, 6);
+                tile_load(5, more + in_row, SEGMENT * sizeof(given));
+                tile_bytes(3, 5, 6);
+            }
+            tile_store(0, sums[0], 64);
+            tile_store(1, sums[1], 64);
+            const i32 zero = i32_add(alike ? i32_of(m->zero) : zeros(m, at + b), i32_of(OFFSET(kind)));
+            const f32 scale = scales(m, at + b, above + b);
+            add_tiles(sums[0], sums[1], zero, scale, parts, totals + b, first);
+            if (!second) continue;
+            tile_store(2, sums[2], 64);
+            tile_store(3, sums[3], 64);
+            add_tiles(sums[2], sums[3], zero, scale, parts + TILE_ROWS, totals + TILE_ROWS * OUTPUTS + b, second);
+        }
+    }
+    tiles_end();
+}
+
+static void some_tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float *totals, int K, const char *after, int in_row) {
+    switch (m->kind) {
+        case GROUPS_OF_FOUR: tiled_groups(m, o, p, n, totals, K, after, GROUPS_OF_FOUR, in_row); break;
+        case GROUPS_OF_EIGHT: tiled_groups(m, o, p, n, totals, K, after, GROUPS_OF_EIGHT, in_row); break;
+        case GROUPS_OF_SIX: tiled_groups(m, o, p, n, totals, K, after, GROUPS_OF_SIX, in_row); break;
+        default: tiled_groups(m, o, p, n, totals, K, after, GROUPS_OF_E2M1, in_row);
+    }
+}
+#else
+#define some_tiled_groups(m, o, p, n, totals, K, after, in_row) (void)in_row
+#endif
+
 /* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS]. Unless null, `after` has the words that are read next. */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K, const char *after) {
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
     const __auto_type of = m->kind == GROUPS_OF_FOUR ? of_fours : m->kind == GROUPS_OF_EIGHT ? of_eights : m->kind == GROUPS_OF_SIX ? of_sixes : of_floats;
+    const int in_row = in_row_of(m, n, K);
     float totals[CROWD * OUTPUTS];
     for (int t = 0; t < n; t++)
         for (int b = 0; b < OUTPUTS; b += 16) f32_store(totals + t * OUTPUTS + b, begun(m, o + b, m->kind));
-    for (int t = 0; t < n; t += each) of(m, o, p, t, n, totals + t * OUTPUTS, K, after, n - t < each ? n - t : each, 0);
+    if (in_row) some_tiled_groups(m, o, p, n, totals, K, after, in_row);
+    for (int t = 0; !in_row && t < n; t += each) of(m, o, p, t, n, totals + t * OUTPUTS, K, after, n - t < each ? n - t : each, 0);
     for (int t = 0; ROUNDS > 1 && t < n; t++)
         if (__builtin_memchr(p->twice + (size_t)t * (K / 16), 1, K / 16)) of(m, o, p, t, n, totals + t * OUTPUTS, K, 0, 1, 1);
     for (int t = 0; t < n; t++)

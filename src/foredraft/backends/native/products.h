@@ -70,12 +70,12 @@ INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
     return m->bias ? f32_add(rounded(sum), load(m->bias + o)) : sum;
 }
 
-#include "groups.h"
-
 #if defined(BF16) && !defined(NO_TILES) && (defined(__AMX_BF16__) || defined(EMULATED))
-#define TILED /* AMX multiplies weights of the dtype */
+#define TILED /* products in tiles of AMX */
 #include "tiles.h"
 #endif
+
+#include "groups.h"
 
 #ifdef HALVED
 /* `abreast` blocks of 16 outputs from o on, of n tokens; y points to the first output and has rows of N. If `asking`, weights are prefetched

@@ -12,7 +12,7 @@ typedef uint8_t Rows[8]; /* of each tile */
 
 #ifdef EMULATED
 typedef struct {
-    int rows;
+    int rows, row;
     uint8_t bytes[TILE_ROWS][64];
 } Tile;
 static __thread Tile tile_of[8];
@@ -25,13 +25,14 @@ INLINE float of_brain(value x) {
     return found;
 }
 
-static void tiles_begin(const Rows rows) {
-    for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i];
+static void tiles_with(const Rows rows, int row) {
+    for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i], tile_of[i].row = i == 4 || i == 5 ? row : 64;
 }
 #define tiles_end()
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
 #define tile_load(i, p, stride) \
-    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy(tile_of[i].bytes[row], (const char *)(p) + row * (size_t)(stride), 64)
+    for (int row = 0; row < tile_of[i].rows; row++) \
+        __builtin_memcpy(tile_of[i].bytes[row], (const char *)(p) + row * (size_t)(stride), tile_of[i].row)
 #define tile_store(i, p, stride) \
     for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)(p) + row * (size_t)(stride), tile_of[i].bytes[row], 64)
 static void tile_product(int sum, int inputs, int weights) {
@@ -50,23 +51,41 @@ static void tile_product(int sum, int inputs, int weights) {
         }
     }
 }
+/* sums += signed bytes of inputs times unsigned bytes of weights */
+static void tile_bytes(int sum, int inputs, int weights) {
+    tiles_used = 1;
+    for (int t = 0; t < tile_of[sum].rows; t++) {
+        const int8_t *x = (const int8_t *)tile_of[inputs].bytes[t];
+        int32_t *y = (int32_t *)tile_of[sum].bytes[t];
+        for (int o = 0; o < 16; o++)
+            for (int k = 0; k < tile_of[inputs].row; k++) y[o] += x[k] * tile_of[weights].bytes[k / 4][4 * o + k % 4];
+    }
+}
 #else
-static void tiles_begin(const Rows rows) {
+/* Set the rows of each tile, which have 64 bytes, but `row` bytes in tiles 4 and 5 */
+static void tiles_with(const Rows rows, int row) {
     struct {
         uint8_t palette, start, unused[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = rows[i];
-    __asm__ volatile("" : : "m"(shape) : "memory"); /* compilers do not know that instructions for tiles read memory: write everything before */
+    for (int i = 0; i < 8; i++) shape.bytes[i] = i == 4 || i == 5 ? row : 64, shape.rows[i] = rows[i];
+    __asm__ volatile("" : : "m"(shape) : "memory"); /* compilers do not know that it is read */
     _tile_loadconfig(&shape);
 }
 #define tiles_end() _tile_release()
 #define tile_zero(i) _tile_zero(i)
-#define tile_load(i, p, stride) _tile_loadd(i, p, stride)
+#define tile_load(i, p, stride) \
+    do { \
+        __asm__ volatile("" : : : "memory"); /* nor that this is */ \
+        _tile_loadd(i, p, stride); \
+    } while (0)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_product(sum, inputs, weights) _tile_dpbf16ps(sum, inputs, weights)
+#define tile_bytes(sum, inputs, weights) _tile_dpbsud(sum, inputs, weights)
 #endif
+
+#define tiles_begin(...) tiles_with(__VA_ARGS__, 64)
 
 /* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */
 static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K) {
