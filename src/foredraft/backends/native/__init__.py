@@ -57,7 +57,7 @@ USE_TILES = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILED
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash at the end of a file of kernels
 LOADING = threading.Lock()
-KEYS, QUERIES, KEY_SEGMENT, PIECES = 64, 32, 1024, 4  # of ``layer.c``
+KEYS, QUERIES, KEY_SEGMENT, PIECES = 64, 64, 1024, 4  # of ``layer.c``
 LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # huge pages of Linux; harmless where their size is another
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 

@@ -218,6 +218,7 @@ typedef struct {
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
     int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
+    int begin_of_all, end_of_all; /* all queries see the slots in between */
     const int32_t *positions;   /* of the row's slots; null: slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
 } Chunk;
@@ -298,7 +299,7 @@ static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
             continue;
         }
         for (int b = 0; b < KEYS / 16; b++) {
-            const f32 e = f32_keep(sees[i][b], rounded(exponential(f32_sub(each[b], f32_of(now)))));
+            const f32 e = f32_keep(sees[i][b], rough_exponential(f32_sub(each[b], f32_of(now))));
             f32_store(s + b * 16, e);
             sum = f32_add(sum, e);
         }
@@ -418,7 +419,12 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
         if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;
     }
     find_moved(&c);
-    for (int i = 0; i < n; i++) c.from[i] = first_seen(l, c.positions, c.slots[i]);
+    c.end_of_all = a->mask ? 0 : c.reach;
+    for (int i = 0; i < n; i++) {
+        c.from[i] = first_seen(l, c.positions, c.slots[i]);
+        if (c.from[i] > c.begin_of_all) c.begin_of_all = c.from[i];
+        if (c.slots[i] + 1 < c.end_of_all) c.end_of_all = c.slots[i] + 1;
+    }
 #ifdef TILED
     if (IN_TILES(&c)) packed_keys(c.queries, n, size, size, c.queries + QUERIES * size, 0), c.queries += QUERIES * size;
 #endif

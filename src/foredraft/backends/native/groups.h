@@ -213,6 +213,7 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
 #ifdef IN_BYTES
         bytes_of(integers, bits, out, i, in_row);
 #else
+        (void)in_row;
         i32_to_alternating(out + i, integers, 16 / bits);
 #endif
     }

@@ -68,7 +68,7 @@
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
 #define BEHIND 2 /* or over each head after RoPE */
 #define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
-#define QUERIES 32 /* queries per pass over the keys */
+#define QUERIES 64 /* queries per pass over the keys */
 #define KEY_SEGMENT 1024 /* positions in a partial sum of attention, from a multiple of it on; partial sums are merged in order */
 #define PIECES 4 /* chunks per thread from which attention need not be divided by segments as well */
 #define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* floats that a thread needs for attention */
@@ -90,6 +90,20 @@ INLINE f32 exponential(f32 x) {
     p = f32_fma(p, r, f32_of(5.0000001201e-1f));
     p = f32_fma(f32_mul(p, r), r, f32_add(r, f32_of(1.0f)));
     return f32_power_of_two(p, n);
+}
+
+/* e^x for weights that are rounded to the model's dtype; in bfloat16, relative error below 3e-6 for x <= 0 */
+INLINE f32 rough_exponential(f32 x) {
+#ifdef BF16
+    const f32 power = f32_mul(f32_max(x, f32_of(-126.0f * 0.69314718f)), f32_of(1.44269504f)), n = f32_nearest(power), r = f32_sub(power, n);
+    f32 p = f32_of(9.582853e-3f);
+    p = f32_fma(p, r, f32_of(5.5906426e-2f));
+    p = f32_fma(p, r, f32_of(2.4024099e-1f));
+    p = f32_fma(p, r, f32_of(6.931242e-1f));
+    return f32_power_of_two(f32_fma(p, r, f32_of(1.0f)), n);
+#else
+    return exponential(x);
+#endif
 }
 
 #include "products.h"

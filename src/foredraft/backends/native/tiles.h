@@ -182,29 +182,32 @@ static void tiled_gather(const float *probabilities, const value *const *rows, f
             if (next) __builtin_prefetch(next + j * size + d * 2, 0, INTO_L2);
             i32_store(pairs, j + 1 < count ? i32_xor(low, i32_left(i32_from_16(rows[j + 1] + d), 16)) : low);
         }
-    const int first = n < TILE_ROWS ? n : TILE_ROWS, second = n - first;
     const size_t half = TILE_INPUTS * size;
-    tiles_begin((Rows){first, second ? second : 1, first, first, second ? second : 1, second ? second : 1, 16, 16});
-    tile_load(2, chances, KEYS * sizeof(value));
-    if (halves > 1) tile_load(3, chances + TILE_INPUTS, KEYS * sizeof(value));
-    if (second) {
-        tile_load(4, chances + TILE_ROWS * KEYS, KEYS * sizeof(value));
-        if (halves > 1) tile_load(5, chances + TILE_ROWS * KEYS + TILE_INPUTS, KEYS * sizeof(value));
-    }
-    for (int d = 0; d < size; d += 16, room += 16 * TILE_INPUTS) {
-        tile_load(0, sums + d, size * sizeof(float));
-        tile_load(6, room, 64);
-        tile_product(0, 2, 6);
-        if (halves > 1) {
-            tile_load(7, room + half, 64);
-            tile_product(0, 3, 7);
+    const value *from = chances;
+    for (int t = 0; t < n; t += 2 * TILE_ROWS, from += 2 * TILE_ROWS * KEYS, sums += 2 * TILE_ROWS * size) {
+        const int first = n - t < TILE_ROWS ? n - t : TILE_ROWS, second = n - t - first < TILE_ROWS ? n - t - first : TILE_ROWS;
+        tiles_begin((Rows){first, second ? second : 1, first, first, second ? second : 1, second ? second : 1, 16, 16});
+        tile_load(2, from, KEYS * sizeof(value));
+        if (halves > 1) tile_load(3, from + TILE_INPUTS, KEYS * sizeof(value));
+        if (second) {
+            tile_load(4, from + TILE_ROWS * KEYS, KEYS * sizeof(value));
+            if (halves > 1) tile_load(5, from + TILE_ROWS * KEYS + TILE_INPUTS, KEYS * sizeof(value));
         }
-        tile_store(0, sums + d, size * sizeof(float));
-        if (!second) continue;
-        tile_load(1, sums + TILE_ROWS * size + d, size * sizeof(float));
-        tile_product(1, 4, 6);
-        if (halves > 1) tile_product(1, 5, 7);
-        tile_store(1, sums + TILE_ROWS * size + d, size * sizeof(float));
+        for (int d = 0; d < size; d += 16) {
+            tile_load(0, sums + d, size * sizeof(float));
+            tile_load(6, room + d * TILE_INPUTS, 64);
+            tile_product(0, 2, 6);
+            if (halves > 1) {
+                tile_load(7, room + half + d * TILE_INPUTS, 64);
+                tile_product(0, 3, 7);
+            }
+            tile_store(0, sums + d, size * sizeof(float));
+            if (!second) continue;
+            tile_load(1, sums + TILE_ROWS * size + d, size * sizeof(float));
+            tile_product(1, 4, 6);
+            if (halves > 1) tile_product(1, 5, 7);
+            tile_store(1, sums + TILE_ROWS * size + d, size * sizeof(float));
+        }
+        tiles_end();
     }
-    tiles_end();
 }
