@@ -160,6 +160,10 @@ INLINE sum begun_alike(int zero, whole inputs) { return f32_of(-zero * inputs); 
 INLINE f32 ended_sum(sum s) { return s; }
 #endif
 
+#ifndef IN_TILES_OF_BYTES
+#define in_row_of(m, n, K) 0
+#endif
+
 /* Quad `number` of the sixteen 6-bit weights in three words, or of the eight floats in one: of these, every second one from `number` on.
  * PLACE_OF(number, i) is where the inputs of a quad's weights from the i-th on are. */
 INLINE i32 quad_of(const uint32_t *words, int number, int kind) {
@@ -182,8 +186,6 @@ INLINE int in_row_of(const Matrix *m, int n, int K) {
     if (n < FEW_IN_TILES(m->group) || K % m->group) return 0;
     return m->group == 32 ? 32 : m->group == 64 || m->group % SEGMENT == 0 ? 64 : 0;
 }
-#else
-#define in_row_of(m, n, K) 0
 #endif
 
 #ifdef IN_BYTES
