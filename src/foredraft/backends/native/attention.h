@@ -299,7 +299,7 @@ static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
             continue;
         }
         for (int b = 0; b < KEYS / 16; b++) {
-            const f32 e = f32_keep(sees[i][b], rough_exponential(f32_sub(each[b], f32_of(now))));
+            const f32 e = f32_keep(sees[i][b], rounded_exponential(f32_sub(each[b], f32_of(now))));
             f32_store(s + b * 16, e);
             sum = f32_add(sum, e);
         }

@@ -92,15 +92,17 @@ INLINE f32 exponential(f32 x) {
     return f32_power_of_two(p, n);
 }
 
-/* e^x for weights that are rounded to the model's dtype; in bfloat16, relative error below 3e-6 for x <= 0 */
-INLINE f32 rough_exponential(f32 x) {
+/* e^x for x <= 0, rounded to the model's dtype: in bfloat16, relative error below 3e-6 before it is rounded to 8 bits */
+INLINE f32 rounded_exponential(f32 x) {
 #ifdef BF16
     const f32 power = f32_mul(f32_max(x, f32_of(-126.0f * 0.69314718f)), f32_of(1.44269504f)), n = f32_nearest(power), r = f32_sub(power, n);
     f32 p = f32_of(9.582853e-3f);
     p = f32_fma(p, r, f32_of(5.5906426e-2f));
     p = f32_fma(p, r, f32_of(2.4024099e-1f));
     p = f32_fma(p, r, f32_of(6.931242e-1f));
-    return f32_power_of_two(f32_fma(p, r, f32_of(1.0f)), n);
+    p = f32_power_of_two(f32_fma(p, r, f32_of(1.0f)), n);
+    const f32 more = f32_mul(p, f32_of(65537.0f)); /* Veltkamp's splitting */
+    return f32_sub(more, f32_sub(more, p));
 #else
     return exponential(x);
 #endif

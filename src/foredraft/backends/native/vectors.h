@@ -115,7 +115,7 @@ INLINE f32 add_weighted(f32 sum, chance p, summand v) { return f32_add_pairs(sum
 #define AT_ONCE 1
 typedef float chance;
 typedef f32 summand;
-INLINE void chances_of(f32 x, chance *p) { f32_store(p, rounded(x)); }
+INLINE void chances_of(f32 x, chance *p) { f32_store(p, x); }
 INLINE summand summand_of(const value *first, const value *second) { return (void)second, load(first); }
 INLINE f32 add_weighted(f32 sum, chance p, summand v) { return f32_fma(f32_of(p), v, sum); }
 #endif
