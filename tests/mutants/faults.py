@@ -529,7 +529,7 @@ FAULTS = [
     Fault("attention.h", "from, n, begin + number, p->segments", "from, n, number, p->segments", SEGMENTS),
     Fault("attention.h", "    if (d < size) gathered(chances", "    if (0) gathered(chances", PAGED_ATTENTION),
     Fault("attention.h", "(t * KEYS + j) / AT_ONCE]", "j / AT_ONCE]", SEGMENTS),
-    Fault("attention.h", "j + 1 < count ? first + size : 0", "first + size", SEGMENTS),
+    Fault("attention.h", "j + 1 < count ? rows[j + 1] + d : 0", "rows[j] + d", SEGMENTS + VECTORS),
     Fault("vectors.h", "f32_to_brain_swapped((uint16_t *)p, x)", "f32_to_brain((uint16_t *)p, x)", SEGMENTS),
     Fault(
         "vectors.h", "i32_xor(i32_left(i32_from_16(first), 16), second ?", "i32_xor(i32_left(i32_from_16(first), 15), second ?", SEGMENTS
@@ -747,6 +747,14 @@ FAULTS = [
     Fault("groups.h", "(number) % 2 * 2 + (i) * 2)", "(number) % 2 * 2)", GROUPS),
     Fault("groups.h", "PLACE_OF(number, i) ((number) * 4)", "PLACE_OF(number, i) ((number) / 2 * 8)", VECTORS),  # with VNNI
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
+    Fault("tiles.h", "tile_product(0, 3, 7);", "tile_product(0, 2, 7);", VECTORS),
+    Fault("tiles.h", "from += 2 * TILE_ROWS * KEYS", "from += TILE_ROWS * KEYS", PAGED_ATTENTION),  # with AMX
+    Fault("tiles.h", "b * 16 == last ? end : from", "b * 16 == last ? room : from", VECTORS),
+    Fault("groups.h", "low + in_row + 4 * q, some + 4 * q + 2", "low + in_row + 4 * q, some + 4 * q", GROUPS),  # with AMX
+    Fault("groups.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
+    Fault("attention.h", "c.end_of_all = a->mask ? 0 : c.reach;", "c.end_of_all = c.reach;", PAGED_ATTENTION),
+    Fault("attention.h", "if (c.from[i] > c.begin_of_all) c", "if (0) c", DESCRIBED),
+    Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
     Fault("tiles.h", "x += TILE_ROWS * K,", "x += K,", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),

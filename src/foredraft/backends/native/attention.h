@@ -250,14 +250,15 @@ INLINE size_t slots_from(const Chunk *c, int start) {
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
     const int size = c->layer->size, rest = size - c->wide;
     const size_t at = slots_from(c, start);
+    const value *keys = c->keys + at, *turned = rest ? c->asked->turned + at / c->wide * rest : 0;
 #ifdef TILED
     if (IN_TILES(c)) {
-        tiled_scores(c->keys + at, c->wide, rest ? c->asked->turned + at / c->wide * rest : 0, rest, count, c->queries, c->n, scores, c->packed, behind);
+        tiled_scores(keys, c->wide, turned, rest, count, c->queries, c->n, scores, c->packed, behind);
         return;
     }
 #endif
-    packed_keys(c->keys + at, count, c->wide, size, c->packed, behind);
-    if (rest) packed_keys(c->asked->turned + at / c->wide * rest, count, rest, size, c->packed + c->wide * 16, 0);
+    packed_keys(keys, count, c->wide, size, c->packed, behind);
+    if (rest) packed_keys(turned, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
 }
