@@ -751,7 +751,7 @@ FAULTS = [
     Fault("tiles.h", "from += 2 * TILE_ROWS * KEYS", "from += TILE_ROWS * KEYS", PAGED_ATTENTION),  # with AMX
     Fault("tiles.h", "b * 16 == last ? end : from", "b * 16 == last ? room : from", VECTORS),
     Fault("groups.h", "low + in_row + 4 * q, some + 4 * q + 2", "low + in_row + 4 * q, some + 4 * q", GROUPS),  # with AMX
-    Fault("groups.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
+    Fault("group_tiles.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
     Fault("attention.h", "c.end_of_all = a->mask ? 0 : c.reach;", "c.end_of_all = c.reach;", PAGED_ATTENTION),
     Fault("attention.h", "if (c.from[i] > c.begin_of_all) c", "if (0) c", DESCRIBED),
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),

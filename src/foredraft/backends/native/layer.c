@@ -1,9 +1,9 @@
 /* Decoder layers of language models, T5, BART and Whisper for a few tokens at a time, on CPUs with AVX-512, AVX2 or NEON.
  *
  * A pass over a few tokens is bound by the bandwidth at which weights can be read. Matrices are packed so that every read is a whole cache
- * line, which serves all tokens while it is in a register. crew.h has the threads, products.h the products, attention.h attention, growth.h
- * draft trees that are grown in one call, and rules.h what verification computes over the vocabulary. Sums are in float32; results are rounded
- * to the model's dtype where torch rounds them.
+ * line, which serves all tokens while it is in a register. crew.h has the threads, products.h the products, tiles.h those of AMX, attention.h
+ * attention, growth.h draft trees that are grown in one call, and rules.h what verification computes over the vocabulary. Sums are in float32;
+ * results are rounded to the model's dtype where torch rounds them.
  *
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each Matrix states the kind of its weights; those of 8 and 4 bits
  * are widened in registers, which is exact. Head sizes are multiples of 16, all other sizes of 32.

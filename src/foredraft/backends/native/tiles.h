@@ -1,4 +1,5 @@
-/* Products of bfloat16 weights by AMX: a tile has the sums of 16 tokens and 16 outputs. Included by products.h.
+/* Products of bfloat16 weights, and attention in bfloat16, by AMX: a tile has the sums of 16 tokens and 16 outputs, of 16 keys and 16 queries, or of
+ * 16 queries and 16 columns of values. group_tiles.h has group-quantized weights.
  *
  * 32 inputs of 16 outputs of a packed matrix lie behind one another, in the order in which TDPBF16PS reads a tile of weights. It adds the
  * first numbers of 16 pairs, and the second ones, and then both to the sum, so bits are not those of other instructions. So all products of
