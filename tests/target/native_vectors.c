@@ -179,11 +179,11 @@ static void products(void) {
     state = kept;
 }
 
-static void attentions(void) {
-    enum { ROWS = 2, NODES = 3, WIDTH = 180, HEADS_OF_KEYS = 2, ALL = 4, SIZE_OF_HEAD = 48 };
-    const int tokens = ROWS * NODES, of_keys = ROWS * HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD;
+static void attentions(int size) {
+    enum { ROWS = 2, NODES = 3, WIDTH = 180, HEADS_OF_KEYS = 2, ALL = 4 };
+    const int tokens = ROWS * NODES, of_keys = ROWS * HEADS_OF_KEYS * WIDTH * size;
     const value *keys = values(of_keys, -1.0f, 1.0f), *v = values(of_keys, -1.0f, 1.0f);
-    value *attended = room(tokens * ALL * SIZE_OF_HEAD * sizeof(value));
+    value *attended = room(tokens * ALL * size * sizeof(value));
     const int32_t begins[] = {0, NODES, 2 * NODES}, row_of[] = {0, 0, 0, 1, 1, 1}, slots[] = {WIDTH - 3, WIDTH - 2, WIDTH - 1, 97, 98, 99};
     int32_t positions[ROWS * WIDTH];
     const float sinks[ALL] = {0.5f, -0.5f, 1.0f, 0.0f};
@@ -193,15 +193,15 @@ static void attentions(void) {
         positions[t / NODES * WIDTH + slots[t]] -= t % NODES;
         for (int s = slots[t] - t % NODES; s < WIDTH; s++) mask[t * WIDTH + s] = s == slots[t]; /* siblings */
     }
-    Pass p = {.threads = THREADS, .rows = ROWS, .tokens = tokens, .nodes = NODES, .width = WIDTH, .head_stride = WIDTH * SIZE_OF_HEAD,
-              .row_stride = HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD, .mask_row_stride = NODES * WIDTH, .mask_stride = WIDTH, .begins = begins,
-              .row_of = row_of, .slots = slots, .projected = values(tokens * ALL * SIZE_OF_HEAD, -2.0f, 2.0f), .attended = attended,
-              .scratch = room(THREADS * SCRATCH(SIZE_OF_HEAD) * sizeof(float))};
-    Layer l = {.heads = ALL, .key_heads = HEADS_OF_KEYS, .size = SIZE_OF_HEAD, .scaling = 0.3};
-    attend_over(&l, &p, 0, keys, v), print_values("attend_causal", attended, tokens * ALL * SIZE_OF_HEAD);
-    attend_over(&l, &p, mask, keys, v), print_values("attend_mask", attended, tokens * ALL * SIZE_OF_HEAD);
+    Pass p = {.threads = THREADS, .rows = ROWS, .tokens = tokens, .nodes = NODES, .width = WIDTH, .head_stride = WIDTH * size,
+              .row_stride = HEADS_OF_KEYS * WIDTH * size, .mask_row_stride = NODES * WIDTH, .mask_stride = WIDTH, .begins = begins,
+              .row_of = row_of, .slots = slots, .projected = values(tokens * ALL * size, -2.0f, 2.0f), .attended = attended,
+              .scratch = room(THREADS * SCRATCH(size) * sizeof(float))};
+    Layer l = {.heads = ALL, .key_heads = HEADS_OF_KEYS, .size = size, .scaling = 0.3};
+    attend_over(&l, &p, 0, keys, v), print_values("attend_causal", attended, tokens * ALL * size);
+    attend_over(&l, &p, mask, keys, v), print_values("attend_mask", attended, tokens * ALL * size);
     p.positions = positions, l.sinks = sinks, l.cap = 3.0, l.window = 70;
-    attend_over(&l, &p, mask, keys, v), print_values("attend_moved", attended, tokens * ALL * SIZE_OF_HEAD);
+    attend_over(&l, &p, mask, keys, v), print_values("attend_moved", attended, tokens * ALL * size);
 }
 
 static Matrix matrix(int outputs, int inputs) { return (Matrix){.values = values((size_t)outputs * inputs, -0.1f, 0.1f)}; }
@@ -379,7 +379,7 @@ int main(void) {
 #if defined(TILED) && !defined(EMULATED)
     if (syscall(158, 0x1023, 18)) return 2; /* ask Linux for the tiles */
 #endif
-    vectors(), products(), attentions(), mixtures(), models(), latents(), growths();
+    vectors(), products(), attentions(48), attentions(96), mixtures(), models(), latents(), growths();
 #if defined(TILED) && defined(EMULATED)
     return !tiles_used;
 #else
