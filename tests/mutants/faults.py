@@ -746,6 +746,7 @@ FAULTS = [
     Fault("groups.h", "i32_of(0x0c0c0c0c)", "i32_of(0x04040404)", GROUPS),
     Fault("groups.h", "(number) % 2 * 2 + (i) * 2)", "(number) % 2 * 2)", GROUPS),
     Fault("groups.h", "PLACE_OF(number, i) ((number) * 4)", "PLACE_OF(number, i) ((number) / 2 * 8)", VECTORS),  # with VNNI
+    Fault("native/__init__.py", "not in flags and not _tiles_allowed()", "not in flags and False", VECTORS),
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
     Fault("tiles.h", "tile_product(0, 3, 7);", "tile_product(0, 2, 7);", VECTORS),
     Fault("tiles.h", "from += 2 * TILE_ROWS * KEYS", "from += TILE_ROWS * KEYS", PAGED_ATTENTION),  # with AMX

@@ -218,7 +218,7 @@ typedef struct {
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
     int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
-    int begin_of_all, end_of_all; /* all queries see the slots in between */
+    int begin_of_all, end_of_all; /* without a mask, all queries see the slots in between */
     const int32_t *positions;   /* of the row's slots; null: slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
 } Chunk;
@@ -250,15 +250,15 @@ INLINE size_t slots_from(const Chunk *c, int start) {
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
     const int size = c->layer->size, rest = size - c->wide;
     const size_t at = slots_from(c, start);
-    const value *keys = c->keys + at, *turned = rest ? c->asked->turned + at / c->wide * rest : 0;
+    const value *keys = c->keys + at, *more = rest ? c->asked->turned + at / c->wide * rest : 0;
 #ifdef TILED
     if (IN_TILES(c)) {
-        tiled_scores(keys, c->wide, turned, rest, count, c->queries, c->n, scores, c->packed, behind);
+        tiled_scores(keys, c->wide, more, rest, count, c->queries, c->n, scores, c->packed, behind);
         return;
     }
 #endif
     packed_keys(keys, count, c->wide, size, c->packed, behind);
-    if (rest) packed_keys(turned, count, rest, size, c->packed + c->wide * 16, 0);
+    if (rest) packed_keys(more, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
 }
@@ -325,8 +325,8 @@ static void take_slots(Chunk *c, int start) {
         }
     if (count == 0) return;
     const size_t behind = start + KEYS < c->end ? slots_from(c, start + KEYS) : 0;
-    const value *rows[KEYS];
-    for (int j = 0; j < count; j++) rows[j] = c->values + slots_from(c, start) + (size_t)j * c->wide;
+    const value *rows[KEYS], *values = c->values + slots_from(c, start);
+    for (int j = 0; j < count; j++) rows[j] = values + (size_t)j * c->wide;
     score_slots(c, start, count, c->scores, start + KEYS < c->end ? c->keys + behind : 0);
     weigh(c, start, sees);
     gather_rows(c, 0, c->n, rows, count, start + KEYS < c->end ? c->values + behind : 0);
@@ -344,7 +344,7 @@ INLINE int next_block(const Chunk *c, int start, int at) {
 static void take_positions(Chunk *c, int start) {
     const int group = c->layer->heads / c->layer->key_heads;
     int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* the slot of each position; the first query of the same node */
-    uint64_t still[QUERIES], moved[QUERIES];                /* positions that a query sees in slots of their number, and in others */
+    uint64_t still[QUERIES], moved[QUERIES];            /* positions that a query sees in slots of their number, and in others */
     lanes sees[QUERIES][KEYS / 16];
     float of_slots[QUERIES * KEYS];
     for (int i = 0; i < c->n; i++) {
@@ -359,13 +359,13 @@ static void take_positions(Chunk *c, int start) {
         moved[i] = moved[same[i]];
         for (int b = 0; b < KEYS / 16; b++) sees[i][b] = (still[i] | moved[i]) >> (b * 16);
     }
-    for (int at = next_block(c, start, -1); at < c->reach; at = next_block(c, start, at)) {
-        int count = 0;
 #define EACH_MOVED(action) /* for each moved position in block `at`: its `slot` there, its `lane` among these positions */ \
     for (uint64_t left = moved[i]; left; left &= left - 1) { \
         const int lane = __builtin_ctzll(left), slot = slot_of[same[i]][lane] - at; \
         if (slot >= 0 && slot < KEYS) action; \
     }
+    for (int at = next_block(c, start, -1); at < c->reach; at = next_block(c, start, at)) {
+        int count = 0;
         for (int i = 0; i < c->n; i++) {
             if (at == start && still[i] && count < 64 - __builtin_clzll(still[i])) count = 64 - __builtin_clzll(still[i]);
             EACH_MOVED(count = slot >= count ? slot + 1 : count)
@@ -378,8 +378,8 @@ static void take_positions(Chunk *c, int start) {
             for (int b = 0; at == start && b < KEYS; b += 16) f32_store(positions + b, f32_load(slots + b));
             EACH_MOVED(positions[lane] = slots[slot])
         }
-#undef EACH_MOVED
     }
+#undef EACH_MOVED
     if (!any) return;
     weigh(c, start, sees);
     for (int i = 0, n; i < c->n; i += n) {
