@@ -515,8 +515,8 @@ FAULTS = [
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
     Fault("attention.h", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
     Fault("attention.h", "l->sinks + c->head * group + (c->first + i) % group", "l->sinks + c->head", SEGMENTS),
-    Fault("attention.h", "total[i] = sink && *sink > -__builtin_inff() ? 1.0f : 0.0f", "total[i] = 0.0f", SEGMENTS),
-    Fault("attention.h", "total[i] = sink && *sink > -__builtin_inff() ? 1.0f", "total[i] = sink ? 1.0f", SEGMENTS),
+    Fault("attention.h", "totals(c, i)[0] = sink && *sink > -__builtin_inff() ? 1.0f : 0.0f", "totals(c, i)[0] = 0.0f", SEGMENTS),
+    Fault("attention.h", "totals(c, i)[0] = sink && *sink > -__builtin_inff() ? 1.0f", "totals(c, i)[0] = sink ? 1.0f", SEGMENTS),
     Fault("attention.h", "share = exponential(f32_of(largest - now))", "share = f32_of(1.0f)", SEGMENTS),
     Fault("attention.h", "joined(sums, some + s * pieces * needed", "joined(sums, some + (count - s) * pieces * needed", SEGMENTS),
     Fault("attention.h", "l->sinks && c->from[i] / KEY_SEGMENT == segment ?", "l->sinks ?", SEGMENTS),
@@ -748,15 +748,16 @@ FAULTS = [
     Fault("groups.h", "PLACE_OF(number, i) ((number) * 4)", "PLACE_OF(number, i) ((number) / 2 * 8)", VECTORS),  # with VNNI
     Fault("native/__init__.py", "not in flags and not _tiles_allowed()", "not in flags and False", VECTORS),
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
-    Fault("tiles.h", "tile_product(0, 3, 7);", "tile_product(0, 2, 7);", VECTORS),
-    Fault("tiles.h", "from += 2 * TILE_ROWS * KEYS", "from += TILE_ROWS * KEYS", PAGED_ATTENTION),  # with AMX
+    Fault("tiles.h", "if (second) tile_product(3, 5, 7);", "if (second) tile_product(3, 5, 6);", VECTORS),
+    Fault("tiles.h", "add_values(chances + t * KEYS, KEYS", "add_values(chances, KEYS", PAGED_ATTENTION),  # with AMX
+    Fault("attention_tiles.h", "c->slots[t + i] >= at + KEYS - 1", "c->slots[t + i] >= at", VECTORS),
     Fault("tiles.h", "b * 16 == last ? end : from", "b * 16 == last ? room : from", VECTORS),
     Fault("groups.h", "low + in_row + 4 * q, some + 4 * q + 2", "low + in_row + 4 * q, some + 4 * q", GROUPS),  # with AMX
     Fault("group_tiles.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
-    Fault("attention.h", "c.end_of_all = a->mask ? 0 : c.reach;", "c.end_of_all = c.reach;", PAGED_ATTENTION),
-    Fault("attention.h", "if (c.from[i] > c.begin_of_all) c", "if (0) c", DESCRIBED),
+    Fault("attention_tiles.h", "        add_batch(a, c->wide);", "", VECTORS),
+    Fault("attention_tiles.h", "if (at + KEYS <= from) a.begin = b + 1;", "", VECTORS),
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
-    Fault("tiles.h", "x += TILE_ROWS * K,", "x += K,", VECTORS),
+    Fault("tiles.h", "x += (size_t)n * K,", "x += K,", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
     Fault("gguf.py", "1.0 if rotated is None else rotated / size", "1.0", GROUPS),

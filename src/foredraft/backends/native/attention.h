@@ -46,12 +46,12 @@ INLINE void scored(const value *keys, const entry *queries, float *scores, int s
 }
 
 #ifndef TILED
-/* In `vectors` * 16 columns from d on, sums [n, size] += probabilities [n, KEYS] times the first `count` of `rows`, which are values of keys.
+/* In `vectors` * 16 columns from d on, sums [n, SUMS(size)] += probabilities [n, KEYS] times the first `count` of `rows`, which are values of keys.
  * Prefetch as many of the values at `next`, unless it is null. */
 INLINE void gathered(const chance *chances, const value *const *rows, float *sums, int count, int size, int n, int d, int vectors, const value *next) {
     f32 all[TOKENS][BLOCKS];
     for (int t = 0; t < n; t++)
-        for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
+        for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * SUMS(size) + d + i * 16);
     for (int j = 0; j < count; j += AT_ONCE) {
         summand v[BLOCKS];
         const value *first = rows[j] + d, *second = j + 1 < count ? rows[j + 1] + d : 0;
@@ -62,7 +62,7 @@ INLINE void gathered(const chance *chances, const value *const *rows, float *sum
             for (int i = 0; i < vectors; i++) all[t][i] = add_weighted(all[t][i], chances[(t * KEYS + j) / AT_ONCE], v[i]);
     }
     for (int t = 0; t < n; t++)
-        for (int i = 0; i < vectors; i++) f32_store(sums + t * size + d + i * 16, all[t][i]);
+        for (int i = 0; i < vectors; i++) f32_store(sums + t * SUMS(size) + d + i * 16, all[t][i]);
 }
 
 INLINE void gathered_all(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, const value *next) {
@@ -212,13 +212,14 @@ typedef struct {
     int64_t head_stride;
     int row, head, first, n, wide; /* `wide`: size of a value */
     float *scores;              /* [n, KEYS] */
-    float *sums, *most, *total; /* [n, wide] sums of values, [n] largest score so far, [n] sums of probabilities; contiguous */
+    float *sums, *most;         /* [n, SUMS(wide)] sums of values, and 16 sums of probabilities; [n] scores that they are relative to; contiguous */
     value *packed;              /* [KEYS, size] */
-    entry *queries;             /* [n, size] */
+    entry *queries;             /* [n, size]; packed as keys are if scores are made in tiles: then `tokens` has [n, size], */
+    const value *tokens;
+    value *batch;               /* and this is room for BATCH * KEYS packed keys and values */
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
     int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
-    int begin_of_all, end_of_all; /* without a mask, all queries see the slots in between */
     const int32_t *positions;   /* of the row's slots; null: slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
 } Chunk;
@@ -267,49 +268,66 @@ static void score_slots(const Chunk *c, int start, int count, float *scores, con
 static void gather_rows(const Chunk *c, int from, int n, const value *const *rows, int count, const value *behind) {
     const int size = c->wide;
     const float *probabilities = c->scores + from * KEYS;
-    float *sums = c->sums + from * size;
+    float *sums = c->sums + from * SUMS(size);
 #ifdef TILED
     tiled_gather(probabilities, rows, sums, count, size, n, c->packed, behind);
 #else
     for (int t = 0; t < n; t += TOKENS)
-        some_gathered(probabilities + t * KEYS, rows, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS, t == 0 ? behind : 0);
+        some_gathered(probabilities + t * KEYS, rows, sums + t * SUMS(size), count, size, n - t < TOKENS ? n - t : TOKENS, t == 0 ? behind : 0);
 #endif
 }
 
-/* Online softmax: turn raw scores of KEYS positions from `start` on into probabilities relative to the largest score so far. Queries see only the
- * positions in `sees`. */
-static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
+/* Scores of query i from raw scores of KEYS positions from `start` on, of which it sees those in `sees`, or all if that is null. Returns what
+ * they are compared with: a score near the largest one so far. It stays the same until a score is larger by more than RISE, so sums, which are
+ * relative to it, seldom change. */
+INLINE float scaled_scores(const Chunk *c, int i, int start, const float *scores, const lanes *sees, f32 each[KEYS / 16]) {
     const Layer *l = c->layer;
-    const int size = c->wide, group = l->heads / l->key_heads;
-    const f32 none = f32_of(-__builtin_inff());
+    const int group = l->heads / l->key_heads, position = c->positions ? c->positions[c->slots[i]] : c->slots[i];
+    f32 largest = f32_of(-__builtin_inff());
+    for (int b = 0; b < KEYS / 16; b++) {
+        each[b] = f32_mul(f32_load(scores + b * 16), f32_of(l->scaling));
+        if (l->cap) each[b] = capped(each[b], l->cap);
+        if (sees) each[b] = f32_pick(sees[b], f32_of(-__builtin_inff()), each[b]);
+        if (c->asked->bias && sees && sees[b])
+            each[b] = f32_add(each[b], by_distance(l, c->asked->bias, c->head * group + (c->first + i) % group, position, start + b * 16));
+        largest = f32_max(largest, each[b]);
+    }
+    return f32_less(f32_of(c->most[i] + RISE), largest) ? f32_most(largest) : c->most[i];
+}
+
+/* Scores of query i are compared with `now` from here on */
+INLINE void raise_most(Chunk *c, int i, float now) {
+    const float before = c->most[i];
+    c->most[i] = now;
+    if (before == -__builtin_inff()) return; /* no sums so far */
+    const f32 less = exponential(f32_of(before - now));
+    float *sums = c->sums + i * SUMS(c->wide);
+    for (int d = 0; d < SUMS(c->wide); d += 16) f32_store(sums + d, f32_mul(less, f32_load(sums + d)));
+}
+
+/* Where probabilities of query i are summed, for every sixteenth key from each of 16 on */
+INLINE float *totals(const Chunk *c, int i) { return c->sums + i * SUMS(c->wide) + c->wide; }
+
+INLINE f32 probability(f32 score, float most, lanes sees) { return f32_keep(sees, rounded_exponential(f32_sub(score, f32_of(most)))); }
+
+/* Online softmax: turn raw scores of KEYS positions from `start` on into probabilities. Queries see only the positions in `sees`. */
+static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
     for (int i = 0; i < c->n; i++) {
         float *s = c->scores + i * KEYS;
-        f32 each[KEYS / 16], largest = f32_of(c->most[i]), sum = f32_zero();
-        const int position = c->positions ? c->positions[c->slots[i]] : c->slots[i];
-        for (int b = 0; b < KEYS / 16; b++) {
-            each[b] = f32_mul(f32_load(s + b * 16), f32_of(l->scaling));
-            if (l->cap) each[b] = capped(each[b], l->cap);
-            each[b] = f32_pick(sees[i][b], none, each[b]);
-            if (c->asked->bias && sees[i][b])
-                each[b] = f32_add(each[b], by_distance(l, c->asked->bias, c->head * group + (c->first + i) % group, position, start + b * 16));
-            largest = f32_max(largest, each[b]);
-        }
-        const float before = c->most[i], now = f32_most(largest);
+        f32 each[KEYS / 16];
+        const float now = scaled_scores(c, i, start, s, sees[i], each);
         if (now == -__builtin_inff()) { /* sees nothing so far */
-            for (int b = 0; b < KEYS / 16; b++) f32_store(s + b * 16, sum);
+            for (int b = 0; b < KEYS / 16; b++) f32_store(s + b * 16, f32_zero());
             continue;
         }
+        if (now != c->most[i]) raise_most(c, i, now);
+        f32 sum = f32_load(totals(c, i));
         for (int b = 0; b < KEYS / 16; b++) {
-            const f32 e = f32_keep(sees[i][b], rounded_exponential(f32_sub(each[b], f32_of(now))));
+            const f32 e = probability(each[b], now, sees[i][b]);
             f32_store(s + b * 16, e);
             sum = f32_add(sum, e);
         }
-        if (now > before && before > -__builtin_inff()) {
-            const f32 less = exponential(f32_of(before - now));
-            c->total[i] *= f32_first(less);
-            for (int d = 0; d < size; d += 16) f32_store(c->sums + i * size + d, f32_mul(less, f32_load(c->sums + i * size + d)));
-        }
-        c->most[i] = now, c->total[i] += f32_sum(sum);
+        f32_store(totals(c, i), sum);
     }
 }
 
@@ -396,6 +414,10 @@ static void take_positions(Chunk *c, int start) {
     }
 }
 
+#ifdef TILED
+#include "attention_tiles.h"
+#endif
+
 /* Size of a value; a latent is only a part of its key */
 INLINE int wide_of(const Layer *l, const Asked *a) { return a->turned ? l->latent->rank : l->size; }
 
@@ -411,7 +433,7 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
     c.keys = a->row_keys ? a->row_keys[row] : a->keys, c.values = a->row_keys ? a->row_values[row] : a->values;
     c.head_stride = a->row_keys ? a->head_strides[row] : a->head_stride;
     c.scores = own_scratch(w, l, p);
-    c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = (entry *)(c.packed + KEYS * size);
+    c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (SUMS(size) + 1)), c.queries = (entry *)(c.packed + KEYS * size);
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         put_entries(p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size, c.queries + i * size, size);
@@ -420,32 +442,38 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
         if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;
     }
     find_moved(&c);
-    c.end_of_all = a->mask ? 0 : c.reach;
-    for (int i = 0; i < n; i++) {
-        c.from[i] = first_seen(l, c.positions, c.slots[i]);
-        if (c.from[i] > c.begin_of_all) c.begin_of_all = c.from[i];
-        if (c.slots[i] + 1 < c.end_of_all) c.end_of_all = c.slots[i] + 1;
-    }
+    for (int i = 0; i < n; i++) c.from[i] = first_seen(l, c.positions, c.slots[i]);
 #ifdef TILED
-    if (IN_TILES(&c)) packed_keys(c.queries, n, size, size, c.queries + QUERIES * size, 0), c.queries += QUERIES * size;
+    c.tokens = c.queries, c.batch = c.queries + 2 * QUERIES * size;
+    if (IN_TILES(&c) && !in_batches(&c)) {
+        c.queries += QUERIES * size;
+        for (int i = 0; i < n; i += KEYS) packed_keys(c.tokens + i * size, n - i, size, size, c.queries + i * size, 0);
+    }
 #endif
     return c;
 }
 
-/* Attend to the positions of one segment, KEYS at a time. `sums` gets sums, largest scores and totals as Chunk has them. A sink counts in the
+/* Attend to the positions of one segment, KEYS at a time. `sums` gets `sums` and `most` as Chunk has them. A sink counts in the
  * first segment that a query sees. */
 static void over_segment(Chunk *c, int segment, float *sums) {
     const Layer *l = c->layer;
     const int group = l->heads / l->key_heads, begin = segment * KEY_SEGMENT, end = begin + KEY_SEGMENT;
     int from = end;
-    c->sums = sums, c->most = sums + c->n * c->wide, c->total = c->most + c->n;
+    c->sums = sums, c->most = sums + c->n * SUMS(c->wide);
     for (int i = 0; i < c->n; i++) {
         const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
-        c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink && *sink > -__builtin_inff() ? 1.0f : 0.0f;
-        for (int d = 0; d < c->wide; d += 16) f32_store(c->sums + i * c->wide + d, f32_zero());
+        for (int d = 0; d < SUMS(c->wide); d += 16) f32_store(c->sums + i * SUMS(c->wide) + d, f32_zero());
+        c->most[i] = sink ? *sink : -__builtin_inff(), totals(c, i)[0] = sink && *sink > -__builtin_inff() ? 1.0f : 0.0f;
         if (c->from[i] < from) from = c->from[i];
     }
-    for (int start = from > begin ? from / KEYS * KEYS : begin; start < c->reach && start < end; start += KEYS)
+    int start = from > begin ? from / KEYS * KEYS : begin;
+#ifdef TILED
+    for (int blocks; in_batches(c) && start < c->reach && start < end; start += blocks * KEYS) {
+        blocks = ((c->reach < end ? c->reach : end) - start + KEYS - 1) / KEYS;
+        take_batch(c, start, blocks = blocks < BATCH ? blocks : BATCH);
+    }
+#endif
+    for (; start < c->reach && start < end; start += KEYS)
         if (start + KEYS <= c->lowest || c->moved == c->reach)
             take_slots(c, start);
         else
@@ -455,18 +483,18 @@ static void over_segment(Chunk *c, int segment, float *sums) {
 /* Merge the result `more` of over_segment() for the next segment into `sums`, for n queries */
 static void joined(float *sums, const float *more, int n, int wide) {
     for (int i = 0; i < n; i++) {
-        float *all = sums + i * wide, *most = sums + n * wide + i, *total = most + n;
-        const float *some = more + i * wide, largest = more[n * wide + i], sum = more[n * wide + n + i];
+        float *all = sums + i * SUMS(wide), *most = sums + n * SUMS(wide) + i;
+        const float *some = more + i * SUMS(wide), largest = more[n * SUMS(wide) + i];
         if (largest == -__builtin_inff()) continue; /* sees nothing there */
         if (*most == -__builtin_inff()) {
-            __builtin_memcpy(all, some, wide * sizeof(float));
-            *most = largest, *total = sum;
+            __builtin_memcpy(all, some, SUMS(wide) * sizeof(float));
+            *most = largest;
             continue;
         }
         const float now = largest > *most ? largest : *most;
         const f32 less = exponential(f32_of(*most - now)), share = exponential(f32_of(largest - now));
-        for (int d = 0; d < wide; d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
-        *total = *total * f32_first(less) + sum * f32_first(share), *most = now;
+        for (int d = 0; d < SUMS(wide); d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
+        *most = now;
     }
 }
 
@@ -476,16 +504,16 @@ static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * wide + (size_t)which * wide;
-        const float total = sums[n * wide + n + i];
+        const float *own = sums + i * SUMS(wide), total = f32_sum(f32_load(own + wide));
         const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* padding tokens may see nothing */
-        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(sums + i * wide + d), scale));
+        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(own + d), scale));
     }
 }
 
 /* A chunk: some queries, over all segments that they see */
 static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     Chunk c = chunk_of(w, l, p, a, row, head, first, n);
-    float *sums = c.scores + QUERIES * KEYS, *more = sums + QUERIES * (l->size + 2);
+    float *sums = c.scores + QUERIES * KEYS, *more = sums + QUERIES * (SUMS(l->size) + 1);
     int begin = c.from[0] / KEY_SEGMENT;
     for (int i = 1; i < n; i++)
         if (c.from[i] / KEY_SEGMENT < begin) begin = c.from[i] / KEY_SEGMENT;
@@ -503,7 +531,7 @@ static void attend_segment(Worker *w, const Layer *l, const Pass *p, const Asked
     float *sums = c.scores + QUERIES * KEYS;
     c.end = (segment + 1) * KEY_SEGMENT < c.reach ? (segment + 1) * KEY_SEGMENT : c.reach;
     over_segment(&c, segment, sums);
-    if (mine(w)) __builtin_memcpy(out, sums, n * (c.wide + 2) * sizeof(float));
+    if (mine(w)) __builtin_memcpy(out, sums, n * (SUMS(c.wide) + 1) * sizeof(float));
 }
 
 /* A phase: RoPE of queries and keys; keys and values go to the cache */
@@ -579,7 +607,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     }
     for (; parts * rows * heads * segments < p->threads && share > 1; parts = (asked + share - 1) / share) share = (share + 1) / 2;
     const int pieces = parts * rows * heads;
-    const size_t needed = (size_t)share * (wide + 2);
+    const size_t needed = (size_t)share * (SUMS(wide) + 1);
     if ((int64_t)needed * pieces * segments > p->segments_room) segments = 1;
 #define EACH_PIECE(count, action) /* for each piece of the queries, `count` times */ \
     for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
@@ -599,7 +627,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     EACH_PIECE(1, {
         float *sums = own_scratch(w, l, p);
         const float *some = p->segments + i * needed;
-        __builtin_memcpy(sums, some, n * (wide + 2) * sizeof(float));
+        __builtin_memcpy(sums, some, n * (SUMS(wide) + 1) * sizeof(float));
         for (int s = 1, count = segments_of(l, p, a, row, &begin); s < count; s++) joined(sums, some + s * pieces * needed, n, wide);
         attended(w, l, p, row, head, from, n, wide, sums);
     })

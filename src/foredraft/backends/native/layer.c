@@ -68,15 +68,18 @@
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
 #define BEHIND 2 /* or over each head after RoPE */
 #define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
-#define QUERIES 64 /* queries per pass over the keys */
+#define QUERIES 256 /* queries per pass over the keys */
 #define KEY_SEGMENT 1024 /* positions in a partial sum of attention, from a multiple of it on; partial sums are merged in order */
 #define PIECES 4 /* chunks per thread from which attention need not be divided by segments as well */
-#define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* floats that a thread needs for attention */
+#define BATCH 4 /* blocks of KEYS keys whose values are added at once for many queries, in tiles */
+#define RISE 8.0f /* how much larger a score must be for sums of attention to become relative to it */
+#define SUMS(size) ((size) + 16) /* sums of a query: of values, and of probabilities, so that all change together */
+#define SCRATCH(size) (QUERIES * KEYS + ((BATCH + 1) * KEYS + 3 * QUERIES) * (size) + 34 * QUERIES) /* floats that a thread needs for attention */
 #define KEPT 128 /* largest top_k */
 #define PATH 4 /* tokens of the longest context that Medusa looks up in its text */
 #define MATCHES 32 /* the latest matches of each length that count */
 
-/* e^x, relative error below 2e-7 for x <= 0 */
+/* e^x, relative error below 2e-7 for x <= RISE */
 INLINE f32 exponential(f32 x) {
     x = f32_max(x, f32_of(-126.0f * 0.69314718f));
     f32 n = f32_nearest(f32_mul(x, f32_of(1.44269504f)));
@@ -92,7 +95,7 @@ INLINE f32 exponential(f32 x) {
     return f32_power_of_two(p, n);
 }
 
-/* e^x for x <= 0, rounded to the model's dtype: in bfloat16, relative error below 3e-6 before it is rounded to 8 bits */
+/* e^x for x <= RISE, rounded to the model's dtype: in bfloat16, relative error below 3e-6 before it is rounded to 8 bits */
 INLINE f32 rounded_exponential(f32 x) {
 #ifdef BF16
     const f32 power = f32_mul(f32_max(x, f32_of(-126.0f * 0.69314718f)), f32_of(1.44269504f)), n = f32_nearest(power), r = f32_sub(power, n);

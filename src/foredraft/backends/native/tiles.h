@@ -31,11 +31,12 @@ static void tiles_with(const Rows rows, int row) {
 }
 #define tiles_end()
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
-#define tile_load(i, p, stride) \
-    for (int row = 0; row < tile_of[i].rows; row++) \
-        __builtin_memcpy(tile_of[i].bytes[row], (const char *)(p) + row * (size_t)(stride), tile_of[i].row)
-#define tile_store(i, p, stride) \
-    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)(p) + row * (size_t)(stride), tile_of[i].bytes[row], 64)
+static void tile_load(int i, const void *p, size_t stride) {
+    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy(tile_of[i].bytes[row], (const char *)p + row * stride, tile_of[i].row);
+}
+static void tile_store(int i, void *p, size_t stride) {
+    for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy((char *)p + row * stride, tile_of[i].bytes[row], 64);
+}
 static void tile_product(int sum, int inputs, int weights) {
     tiles_used = 1;
     for (int t = 0; t < tile_of[sum].rows; t++) {
@@ -88,38 +89,102 @@ static void tiles_with(const Rows rows, int row) {
 
 #define tiles_begin(...) tiles_with(__VA_ARGS__, 64)
 
-/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */
-static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K) {
-    const size_t block = (size_t)K * 16 * sizeof(value), line = (size_t)K * sizeof(value);
-    const char *w = (const char *)m->values + (size_t)o * line;
-    for (int t = 0; t < T; t += TILE_ROWS, x += TILE_ROWS * K, out += TILE_ROWS * BLOCKS * 16) {
-        const int n = T - t < TILE_ROWS ? T - t : TILE_ROWS;
-        float sums[BLOCKS][TILE_ROWS * 16];
-        tiles_begin((Rows){n, n, n, n, n, TILE_ROWS, TILE_ROWS, TILE_ROWS});
+/* Set the rows of tiles for n tokens of pair_of_tiles() */
+static void pairs_begin(int n) {
+    const int first = n < TILE_ROWS ? n : TILE_ROWS, second = n > TILE_ROWS ? n - TILE_ROWS : 1;
+    tiles_begin((Rows){first, first, second, second, first, second, TILE_ROWS, TILE_ROWS});
+}
+
+/* For n <= 2 * TILE_ROWS tokens and 32 columns: out [n, 32], or if `adding` out +=, is x [n, inputs] times the weights at `some`, for 16 columns, and
+ * at `others`, which are null if there are only 16. `line` and `row` are the strides of x and out; weights of 32 inputs are `step` after those of
+ * the 32 before. Each tile that is loaded is used twice. */
+INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const value *others, size_t step, int inputs, float *out, size_t row, int n, int adding) {
+    const int second = n > TILE_ROWS;
+    const value *more = x + TILE_ROWS * line;
+    float *below = out + TILE_ROWS * row;
+    line *= sizeof(value), row *= sizeof(float);
+    if (!adding) {
         tile_zero(0);
         tile_zero(1);
         tile_zero(2);
         tile_zero(3);
-        for (int k = 0; k < K; k += TILE_INPUTS) {
-            const char *w_k = w + (size_t)k * 16 * sizeof(value);
-            tile_load(4, x + k, line);
-            tile_load(5, w_k, 64);
-            tile_product(0, 4, 5);
-            tile_load(6, w_k + block, 64);
-            tile_product(1, 4, 6);
-            tile_load(5, w_k + 2 * block, 64);
-            tile_product(2, 4, 5);
-            tile_load(6, w_k + 3 * block, 64);
-            tile_product(3, 4, 6);
-        }
-        tile_store(0, sums[0], 64);
-        tile_store(1, sums[1], 64);
-        tile_store(2, sums[2], 64);
-        tile_store(3, sums[3], 64);
-        tiles_end();
-        for (int b = 0; b < BLOCKS; b++)
-            for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b) * 16, f32_add(f32_load(sums[b] + i * 16), begun(m, o + b * 16, VALUES)));
+    } else {
+        tile_load(0, out, row);
+        if (others) tile_load(1, out + 16, row);
+        if (second) tile_load(2, below, row);
+        if (second && others) tile_load(3, below + 16, row);
     }
+    for (int k = 0; k < inputs; k += TILE_INPUTS, some += step) {
+        tile_load(4, x + k, line);
+        tile_load(6, some, 64);
+        tile_product(0, 4, 6);
+        if (second) {
+            tile_load(5, more + k, line);
+            tile_product(2, 5, 6);
+        }
+        if (!others) continue;
+        tile_load(7, others, 64);
+        tile_product(1, 4, 7);
+        if (second) tile_product(3, 5, 7);
+        others += step;
+    }
+    tile_store(0, out, row);
+    if (others) tile_store(1, out + 16, row);
+    if (second) tile_store(2, below, row);
+    if (second && others) tile_store(3, below + 16, row);
+}
+
+/* BLOCKS * 16 outputs from o on, of n <= TILE_ROWS tokens, into out [n, BLOCKS * 16]: all at once, so that weights come from four places, as memory
+ * is read fastest */
+static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n, int K) {
+    const size_t block = (size_t)K * 16;
+    const value *w = (const value *)m->values + o / 16 * block;
+    float sums[BLOCKS][TILE_ROWS * 16];
+    tiles_begin((Rows){n, n, n, n, n, TILE_ROWS, TILE_ROWS, TILE_ROWS});
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+    for (int k = 0; k < K; k += TILE_INPUTS, w += 16 * TILE_INPUTS) {
+        tile_load(4, x + k, K * sizeof(value));
+        tile_load(5, w, 64);
+        tile_product(0, 4, 5);
+        tile_load(6, w + block, 64);
+        tile_product(1, 4, 6);
+        tile_load(5, w + 2 * block, 64);
+        tile_product(2, 4, 5);
+        tile_load(6, w + 3 * block, 64);
+        tile_product(3, 4, 6);
+    }
+    tile_store(0, sums[0], 64);
+    tile_store(1, sums[1], 64);
+    tile_store(2, sums[2], 64);
+    tile_store(3, sums[3], 64);
+    tiles_end();
+    for (int b = 0; b < BLOCKS; b++)
+        for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b) * 16, f32_add(f32_load(sums[b] + i * 16), begun(m, o + b * 16, VALUES)));
+}
+
+/* Likewise of T tokens */
+static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K) {
+    enum { AT_A_TIME = 2 * TILE_ROWS };
+    const size_t block = (size_t)K * 16;
+    const value *w = (const value *)m->values + o / 16 * block;
+    float sums[AT_A_TIME * 32];
+    int t = 0;
+    for (int n; T - t > TILE_ROWS; t += n, x += (size_t)n * K, out += n * BLOCKS * 16) {
+        n = T - t < AT_A_TIME ? T - t : AT_A_TIME;
+        pairs_begin(n);
+        for (int b = 0; b < BLOCKS; b += 2) {
+            pair_of_tiles(x, K, w + b * block, w + (b + 1) * block, 16 * TILE_INPUTS, K, sums, 32, n, 0);
+            for (int c = 0; c < 2; c++) {
+                const f32 begin = begun(m, o + (b + c) * 16, VALUES);
+                for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b + c) * 16, f32_add(f32_load(sums + i * 32 + c * 16), begin));
+            }
+        }
+        tiles_end();
+    }
+    if (t < T) few_tiled(m, o, x, out, T - t, K);
 }
 
 /* Dot products of n <= QUERIES queries with the first `count` of KEYS keys, into scores [n, KEYS]. `queries` are packed as keys are in
@@ -171,44 +236,34 @@ static void tiled_scores(const value *keys, int size, const value *more, int res
     tiles_end();
 }
 
-/* sums [n, size] += probabilities [n, KEYS] times the first `count` of `rows`. `room` has place for KEYS values. */
-static void tiled_gather(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, value *room, const value *next) {
-    const int halves = (count + TILE_INPUTS - 1) / TILE_INPUTS;
-    value chances[QUERIES * KEYS], *to = room;
-    for (int i = 0; i < n * KEYS; i += 16) store(chances + i, f32_load(probabilities + i));
-    for (int j = 0; j < halves * TILE_INPUTS; j += 2, to += TILE_INPUTS)
+/* Pack the values at the first `count` of `rows`, `size` numbers of each, as tiles of 32 of `keys` keys and 16 columns; absent ones are zero */
+static void packed_values(const value *const *rows, int count, int size, int keys, value *to, const value *next) {
+    for (int j = 0; j < keys; j += 2, to += TILE_INPUTS)
         for (int d = 0; d < size; d += 16) {
             const i32 low = j < count ? i32_from_16(rows[j] + d) : i32_zero();
             value *pairs = to + (size_t)(j / TILE_INPUTS * (size / 16 - 1) + d / 16) * 16 * TILE_INPUTS;
             if (next) __builtin_prefetch(next + j * size + d * 2, 0, INTO_L2);
             i32_store(pairs, j + 1 < count ? i32_xor(low, i32_left(i32_from_16(rows[j + 1] + d), 16)) : low);
         }
-    const size_t half = TILE_INPUTS * size;
-    const value *from = chances;
-    for (int t = 0; t < n; t += 2 * TILE_ROWS, from += 2 * TILE_ROWS * KEYS, sums += 2 * TILE_ROWS * size) {
-        const int first = n - t < TILE_ROWS ? n - t : TILE_ROWS, second = n - t - first < TILE_ROWS ? n - t - first : TILE_ROWS;
-        tiles_begin((Rows){first, second ? second : 1, first, first, second ? second : 1, second ? second : 1, 16, 16});
-        tile_load(2, from, KEYS * sizeof(value));
-        if (halves > 1) tile_load(3, from + TILE_INPUTS, KEYS * sizeof(value));
-        if (second) {
-            tile_load(4, from + TILE_ROWS * KEYS, KEYS * sizeof(value));
-            if (halves > 1) tile_load(5, from + TILE_ROWS * KEYS + TILE_INPUTS, KEYS * sizeof(value));
-        }
-        for (int d = 0; d < size; d += 16) {
-            tile_load(0, sums + d, size * sizeof(float));
-            tile_load(6, room + d * TILE_INPUTS, 64);
-            tile_product(0, 2, 6);
-            if (halves > 1) {
-                tile_load(7, room + half + d * TILE_INPUTS, 64);
-                tile_product(0, 3, 7);
-            }
-            tile_store(0, sums + d, size * sizeof(float));
-            if (!second) continue;
-            tile_load(1, sums + TILE_ROWS * size + d, size * sizeof(float));
-            tile_product(1, 4, 6);
-            if (halves > 1) tile_product(1, 5, 7);
-            tile_store(1, sums + TILE_ROWS * size + d, size * sizeof(float));
-        }
+}
+
+/* sums [n, SUMS(size)] += chances [n, keys] times packed values; n <= 2 * TILE_ROWS, `row` is the stride of chances */
+static void add_values(const value *chances, int row, const value *values, int keys, float *sums, int size, int n) {
+    const size_t columns = 16 * TILE_INPUTS, step = (size_t)size * TILE_INPUTS;
+    for (int d = 0; d < size; d += 32, values += 2 * columns)
+        pair_of_tiles(chances, row, values, d + 16 < size ? values + columns : 0, step, keys, sums + d, SUMS(size), n, 1);
+}
+
+/* sums [n, SUMS(size)] += probabilities [n, KEYS] times the first `count` of `rows`. `room` has place for KEYS values. */
+static void tiled_gather(const float *probabilities, const value *const *rows, float *sums, int count, int size, int n, value *room, const value *next) {
+    const int keys = (count + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+    value chances[QUERIES * KEYS];
+    for (int i = 0; i < n * KEYS; i += 16) store(chances + i, f32_load(probabilities + i));
+    packed_values(rows, count, size, keys, room, next);
+    for (int t = 0, some; t < n; t += some) {
+        some = n - t < 2 * TILE_ROWS ? n - t : 2 * TILE_ROWS;
+        pairs_begin(some);
+        add_values(chances + t * KEYS, KEYS, room, keys, sums + t * SUMS(size), size, some);
         tiles_end();
     }
 }
