@@ -157,7 +157,6 @@ class Block:
         self.processes: dict[str, Any] = {}
         self.at: dict[str, tuple[Method, str]] = {}  # methods that are ready, and the process they are in
         self.done: list[tuple[Cell, Measurement, list[list[int]]]] = []
-        self.buffer: torch.Tensor | None = None
         self.repeats = run.settings.repeats
 
     def run(self) -> None:
@@ -284,6 +283,11 @@ class Block:
 
     # -- measuring ------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """More than most caches hold."""
+        return torch.ones(READ // 4, device=self.settings.device)
+
     def _ask(self, name: str, ids: Any, tokens: int, temperature: float, seed: int = 0) -> dict[str, Any]:
         process = self.processes[self.at[name][1]]
         rows = [list(row) for row in ids]
@@ -305,6 +309,7 @@ class Block:
         method, key = self.at[name]
         if method.fresh:
             self._forget([name])
+        self.buffer.sum()  # caches hold no weights: two methods of one side share them, and the second one would begin with some
         time.sleep(REST)
         before = self._sleepers(key)
         with self._attempt(name, "measurement"):
@@ -370,8 +375,6 @@ class Block:
         """Large reads by as many threads, right after the plain call that they are compared with: the memory of a machine that others use
         too is twice as fast in one minute as in another. On a GPU copies, bytes read and written."""
         clock, seconds = self.run_.clock, []
-        if self.buffer is None:
-            self.buffer = torch.ones(READ // 4, device=self.settings.device)
         for _ in range(READS + 1):
             begin = clock()
             if self.settings.device == "cpu":
