@@ -204,7 +204,7 @@ static void attentions(int size) {
     attend_over(&l, &p, mask, keys, v), print_values("attend_moved", attended, tokens * ALL * size);
 }
 
-/* A text of many tokens: each has the bits that it has alone. Scores rise along the text, so that sums are made relative to larger ones. */
+/* A text of many tokens: each has the bits that it has alone. Once, scores rise along the text, so that sums are made relative to larger ones. */
 static void texts(int size) {
     enum { T = 85, BEGIN = 230, WIDTH = 320, HEADS_OF_KEYS = 2, ALL = 6 };
     const int of_keys = HEADS_OF_KEYS * WIDTH * size, columns = ALL * size;
@@ -213,19 +213,20 @@ static void texts(int size) {
     const float sinks[ALL] = {0.5f, -0.5f, 1.0f, 0.0f, 3.0f, -3.0f};
     int32_t begins[] = {0, T}, row_of[T] = {0}, slots[T];
     for (int t = 0; t < T; t++) slots[t] = BEGIN + t;
-    for (int i = 0; i < of_keys; i++) put_number(keys + i, number(keys + i) * (1 + i / size % WIDTH / 40));
+    value *rising = room(of_keys * sizeof(value));
+    for (int i = 0; i < of_keys; i++) put_number(rising + i, number(keys + i) * (1 + i / size % WIDTH / 40));
     for (int kind = 0; kind < 3; kind++) {
         Pass p = {.threads = THREADS, .rows = 1, .tokens = T, .nodes = T, .width = WIDTH, .head_stride = WIDTH * size, .row_stride = of_keys,
                   .begins = begins, .row_of = row_of, .slots = slots, .projected = projected, .attended = attended,
                   .scratch = room(THREADS * SCRATCH(size) * sizeof(float))};
         const Layer l = {.heads = ALL, .key_heads = HEADS_OF_KEYS, .size = size, .scaling = 0.3, .sinks = kind ? sinks : 0, .window = kind == 1 ? 70 : 0,
                          .cap = kind == 2 ? 30.0 : 0.0};
-        begins[1] = T, attend_over(&l, &p, 0, keys, v), print_values("text", attended, T * columns);
+        begins[1] = T, attend_over(&l, &p, 0, kind ? keys : rising, v), print_values("text", attended, T * columns);
         memcpy(all, attended, T * columns * sizeof(value));
         begins[1] = p.tokens = p.nodes = 1;
         for (int t = 0; t < T; t++) {
             p.slots = slots + t, p.projected = projected + (size_t)t * columns;
-            attend_over(&l, &p, 0, keys, v);
+            attend_over(&l, &p, 0, kind ? keys : rising, v);
             if (memcmp(attended, all + (size_t)t * columns, columns * sizeof(value))) printf("token %d of %d has other bits alone\n", t, T), exit(1);
         }
     }

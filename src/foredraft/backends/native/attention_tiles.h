@@ -8,7 +8,7 @@ typedef struct {
     int n;                                     /* queries */
     int begin, end;                            /* blocks whose values are not added yet */
     float *sums;                               /* [n, SUMS(size)] */
-    value chances[SHARE * BATCH * KEYS];       /* [SHARE, BATCH * KEYS] probabilities */
+    value *chances;                            /* [SHARE, BATCH * KEYS] probabilities */
     const value *values;                       /* [BATCH, KEYS * size], packed as tiles of 32 keys and 16 columns */
 } Batch;
 
@@ -47,6 +47,7 @@ static void batch_row(Chunk *c, Batch *a, int i, int start, const float *scores,
 static void take_batch(Chunk *c, int start, int blocks) {
     const int size = c->layer->size, rest = size - c->wide;
     value *packed = c->batch, *values = packed + BATCH * KEYS * size;
+    value chances[SHARE * BATCH * KEYS];
     float scores[SHARE * KEYS];
     for (int b = 0; b < blocks; b++) {
         const int first = start + b * KEYS, count = c->reach - first < KEYS ? c->reach - first : KEYS;
@@ -61,7 +62,7 @@ static void take_batch(Chunk *c, int start, int blocks) {
         packed_values(rows, count, c->wide, KEYS, values + b * KEYS * c->wide, more ? c->values + behind : 0);
     }
     for (int t = 0; t < c->n; t += SHARE) {
-        Batch a = {.n = c->n - t < SHARE ? c->n - t : SHARE, .sums = c->sums + t * SUMS(c->wide), .values = values};
+        Batch a = {.n = c->n - t < SHARE ? c->n - t : SHARE, .sums = c->sums + t * SUMS(c->wide), .chances = chances, .values = values};
         int from = c->from[t], reach = c->slots[t] + 1;
         for (int i = t; i < t + a.n; i++) {
             if (c->from[i] < from) from = c->from[i];
@@ -77,7 +78,7 @@ static void take_batch(Chunk *c, int start, int blocks) {
                 pair_of_tiles(c->tokens + t * size, size, packed + (b * KEYS + j) * size, packed + (b * KEYS + j + 16) * size, 16 * TILE_INPUTS, size,
                               scores + j, KEYS, a.n, 0);
             for (int i = 0; i < a.n; i++) {
-                value *out = a.chances + i * BATCH * KEYS + b * KEYS;
+                value *out = chances + i * BATCH * KEYS + b * KEYS;
                 lanes sees[KEYS / 16];
                 if (c->from[t + i] <= at && c->slots[t + i] >= at + KEYS - 1) {
                     batch_row(c, &a, t + i, at, scores + i * KEYS, out, 0);

@@ -146,6 +146,8 @@ static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n,
     tile_zero(2);
     tile_zero(3);
     for (int k = 0; k < K; k += TILE_INPUTS, w += 16 * TILE_INPUTS) {
+        for (int i = 0; i < TILE_ROWS * BLOCKS; i++)
+            __builtin_prefetch((const char *)(w + i % BLOCKS * block) + i / BLOCKS * LINE + AHEAD, 0, INTO_L2); /* loads wait for few lines at a time */
         tile_load(4, x + k, K * sizeof(value));
         tile_load(5, w, 64);
         tile_product(0, 4, 5);
