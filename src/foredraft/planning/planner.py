@@ -105,6 +105,7 @@ class AutomaticPlanner(Planner):
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
+        self._again, self._empty = 0, False  # rounds to come of the same shape, the last one having had no draft; whether that was so
 
     # -- before the first round -----------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class AutomaticPlanner(Planner):
         machine is not kept for others.
         """
         begin = self.clock()
-        self._rest, self._resting = 0, False
+        self._rest, self._resting, self._again = 0, False, 0
         self.costs.experts.routing = target.routing
         info = drafter.info
         how = {"catches_up": info.catches_up, "reads_prompts": info.whole_prompt}
@@ -151,6 +152,9 @@ class AutomaticPlanner(Planner):
             self._rest -= 1
             return NOTHING
         self._rounds += 1
+        if self._again > 0 and self._forecast_for == (len(rows), greedy) and self._alike[0] is not None:
+            self._again -= 1
+            return self._alike[0]
         if self.forecaster.choice is not None:
             self.forecaster.choice.exits.greedy = greedy
         self._trying, self._looking, self._together, self._limits = False, False, together, None
@@ -253,6 +257,7 @@ class AutomaticPlanner(Planner):
         if 0 < self._settling <= SETTLING:
             self._settle(rows, done)
             return
+        empty = not any(done.drafted)
         if drafting and count == 1 and self._as_before(rows, done):
             return
         grown = isinstance(done.shape, DynamicShape)
@@ -299,13 +304,15 @@ class AutomaticPlanner(Planner):
             cost = max(verify, cost - self.costs.catching_up(count, fresh))
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self._credit(gain, plain)
-        self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
+        alike = empty or not self._trying
+        self._alike = (done.shape, plain, cost, 0) if alike else (None, 0.0, 0.0, 0)
+        self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking else 0
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
             self._next, self._earliest = 0, 0.0
         if self._looking:
             self._next, self._earliest = 0, 0.0
-        elif self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
+        elif self._trying and not empty:  # a try without a draft cost nothing and says nothing
             self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
@@ -335,14 +342,14 @@ class AutomaticPlanner(Planner):
     def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
         shape, plain, cost, often = self._alike
-        steady = shape == done.shape and isinstance(shape, StaticShape) and any(done.drafted) and done.asked[0] >= shape.depth
-        if not steady or often + 1 >= SELDOM or self.forecaster.rounds(done.greedy) <= HASTY:
+        steady = shape == done.shape and isinstance(shape, StaticShape) and done.asked[0] >= shape.depth
+        if not steady or any(done.drafted) == self._empty or often + 1 >= SELDOM or self.forecaster.rounds(done.greedy) <= HASTY:
             return False
         self._alike = shape, plain, cost, often + 1
         self._since_check += 1
         self._credit((1 + done.accepted[0]) * plain - cost, plain)
         self.forecaster.catch_up(rows, done)
-        self.forecaster.learn(rows, done, cost / plain, trying=False, expected_tokens=self._expected_tokens(done))
+        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         return True
 
     def _stalls(self, spent: float, expected: float) -> bool:
