@@ -621,6 +621,8 @@ FAULTS = [
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
     Fault("planner.py", "branching=branching, touched=done.touched)", "touched=done.touched)", ROUNDS),
     Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
+    Fault("planner.py", "any(done.drafted) == self._empty or", "not any(done.drafted) or", ROUNDS),
+    Fault("planner.py", "if empty and count == 1 and not self._looking else 0", "if count == 1 else 0", ROUNDS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
     Fault("layer.c", "if (!(parts & MLP)) return;", "", DRAFT_VERIFY),

@@ -15,7 +15,7 @@ from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import Acceptance, family
 from foredraft.planning.forecasts import Forecaster, PlanRecord
 from foredraft.planning.largest import largest_shape
-from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
+from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SELDOM, SHARE, STAKE
 from foredraft.planning.search import Plan, widths
 from foredraft.shapes import DynamicShape, TreeShape, depths_of
 
@@ -211,6 +211,18 @@ def test_tries_come_less_and_less_often():
     early, late = sum(number < 300 for number in tries), sum(number >= 2700 for number in tries)
     assert early >= 6 and 2 <= late <= 3
     assert FIRST_PAUSE < 10
+
+
+def test_rounds_without_a_draft_are_seldom_weighed_and_the_first_draft_ends_that(monkeypatch):
+    """Asking costs next to nothing, and the drafter has nothing to propose, as prompt lookup in a text that cannot be guessed."""
+    machine = Machine(flat, level=0.01 * MS, available=0.0, rates=(0.9,))
+    run = Run(machine, planner(machine)).go(64)
+    observe, weighed = run.planner.costs.observe, []
+    monkeypatch.setattr(run.planner.costs, "observe", lambda *args, **more: weighed.append(args) or observe(*args, **more))
+    asked = 400 - run.go(400).last(400)["chain(0)"]
+    assert asked > 100 and len(weighed) < 1.3 * 400 / SELDOM
+    machine.available = 1.0
+    assert int(run.go(12).shapes[-1][6:-1]) >= 5
 
 
 def test_a_dear_draft_is_tried_at_once_as_far_as_the_account_goes():

@@ -217,11 +217,11 @@ typedef struct {
     entry *queries;             /* [n, size]; packed as keys are if scores are made in tiles: then `tokens` has [n, size], */
     const value *tokens;
     value *batch;               /* and this is room for BATCH * KEYS packed keys and values */
-    const uint8_t *seen[QUERIES];
-    int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
     int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
     const int32_t *positions;   /* of the row's slots; null: slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
+    const uint8_t *seen[QUERIES]; /* the mask of each query, */
+    int slots[QUERIES], from[QUERIES]; /* its slot, and the first position in its window */
 } Chunk;
 
 #ifdef TILED
@@ -429,7 +429,9 @@ INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
 
 static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
-    Chunk c = {.layer = l, .pass = p, .asked = a, .row = row, .head = head, .first = first, .n = n, .wide = wide_of(l, a)};
+    Chunk c; /* to clear its arrays as well would take as long as a short text does */
+    __builtin_memset(&c, 0, offsetof(Chunk, seen));
+    c.layer = l, c.pass = p, c.asked = a, c.row = row, c.head = head, c.first = first, c.n = n, c.wide = wide_of(l, a);
     c.keys = a->row_keys ? a->row_keys[row] : a->keys, c.values = a->row_keys ? a->row_values[row] : a->values;
     c.head_stride = a->row_keys ? a->head_strides[row] : a->head_stride;
     c.scores = own_scratch(w, l, p);
