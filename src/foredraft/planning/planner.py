@@ -148,12 +148,13 @@ class AutomaticPlanner(Planner):
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
+        again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
+        self._again = max(0, again - 1)
         if self._resting:
             self._rest -= 1
             return NOTHING
         self._rounds += 1
-        if self._again > 0 and self._forecast_for == (len(rows), greedy) and self._alike[0] is not None:
-            self._again -= 1
+        if again and self._alike[0] is not None:
             return self._alike[0]
         if self.forecaster.choice is not None:
             self.forecaster.choice.exits.greedy = greedy
@@ -295,6 +296,7 @@ class AutomaticPlanner(Planner):
             self._plain = count, plain
             self._credit(SHARE * plain, plain)
             return
+        usual = verify + self.costs.draft_seconds(count, levels, 0)
         cost = verify + (draft if grown and not cold else self.costs.draft_seconds(count, levels, behind))
         if self._looking:  # what the profile says is what is doubted
             cost = done.draft + done.target + done.rest
@@ -304,8 +306,8 @@ class AutomaticPlanner(Planner):
             cost = max(verify, cost - self.costs.catching_up(count, fresh))
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self._credit(gain, plain)
-        alike = empty or not self._trying
-        self._alike = (done.shape, plain, cost, 0) if alike else (None, 0.0, 0.0, 0)
+        alike = count == 1 and (empty or not self._trying)
+        self._alike = (done.shape, plain, usual if empty else cost, 0) if alike else (None, 0.0, 0.0, 0)
         self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking else 0
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:

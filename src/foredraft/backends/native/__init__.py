@@ -57,7 +57,7 @@ USE_TILES = (158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILED
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash at the end of a file of kernels
 LOADING = threading.Lock()
-KEYS, QUERIES, BATCH, KEY_SEGMENT, PIECES = 64, 256, 4, 1024, 4  # of ``layer.c``
+KEYS, QUERIES, FEWER, BATCH, KEY_SEGMENT, PIECES = 64, 256, 64, 4, 1024, 4  # of ``layer.c``
 LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # huge pages of Linux; harmless where their size is another
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
@@ -496,7 +496,7 @@ def make_room_for_segments(about: Pass, layer: Layer, tokens: int, width: int) -
     segments = -(-width // KEY_SEGMENT)
     if segments == 1 or about.threads == 1:
         return
-    queries = min(PIECES * int(about.threads) * QUERIES, 2 * tokens * int(layer.heads))
+    queries = min(PIECES * int(about.threads) * FEWER, 2 * tokens * int(layer.heads))
     needed = segments * queries * (int(layer.size) + 17)
     if about.segments_room < needed:
         about.sums = torch.empty(needed, dtype=torch.float32)

@@ -603,6 +603,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, wide = wide_of(l, a);
     int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* queries of a key head per chunk; chunks per key head */
     int segments = 1, begin;
+    for (; parts * rows * heads < PIECES * p->threads && share > FEWER; parts = (asked + share - 1) / share) share = share > 2 * FEWER ? share / 2 : FEWER;
     for (int row = 0; p->segments_room && row < rows && parts * rows * heads < PIECES * p->threads; row++) {
         const int count = segments_of(l, p, a, row, &begin);
         if (count > segments) segments = count;

@@ -68,7 +68,8 @@
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
 #define BEHIND 2 /* or over each head after RoPE */
 #define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
-#define QUERIES 256 /* queries per pass over the keys */
+#define QUERIES 256 /* queries per pass over the keys, */
+#define FEWER 64 /* or down to so many, if threads would have too little to share */
 #define KEY_SEGMENT 1024 /* positions in a partial sum of attention, from a multiple of it on; partial sums are merged in order */
 #define PIECES 4 /* chunks per thread from which attention need not be divided by segments as well */
 #define BATCH 4 /* blocks of KEYS keys whose values are added at once for many queries, in tiles */
