@@ -308,10 +308,10 @@ class Block:
 
     def _measure(self, name: str, cell: Cell, repeat: int) -> None:
         method, key = self.at[name]
-        if method.fresh:
-            self._forget([name])
         with self._attempt(name, "measurement"):
             self._ask(name, [row[:SOME] for row in cell.ids], 1, cell.temperature)
+            if method.fresh:
+                self._forget([name])
             time.sleep(REST)
             before = self._sleepers(key)
             told = self._ask(name, cell.ids, cell.tokens, cell.temperature, repeat)

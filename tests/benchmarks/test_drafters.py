@@ -308,8 +308,8 @@ def test_drafters_forget_between_repeats_and_some_before_every_call(adapters, tm
     assert run.failures == []
     kept, fresh = NGRAM, "foredraft ngram, auto, nothing kept"
     mine = {name: "".join(op[0] for op, whose in recorder.asked if whose == name and op != "load") for name in (PLAIN, kept, fresh)}
-    # a warm-up call, then for each of two repeats two prompts: generate, forget
-    assert mine == {PLAIN: "g" + "gg" * 2, kept: "g" + "fgg" * 2, fresh: "g" + "ffgfg" * 2}
+    # a warm-up call, then for each of two repeats two prompts: generate a token, forget, generate
+    assert mine == {PLAIN: "g" + "gggg" * 2, kept: "g" + "fgggg" * 2, fresh: "g" + "fgfggfg" * 2}
 
 
 @pytest.mark.parametrize(
