@@ -757,6 +757,7 @@ FAULTS = [
     Fault("groups.h", "low + in_row + 4 * q, some + 4 * q + 2", "low + in_row + 4 * q, some + 4 * q", GROUPS),  # with AMX
     Fault("group_tiles.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
     Fault("attention_tiles.h", "        add_batch(a, c->wide);", "", VECTORS),
+    Fault("attention.h", "        if (now != c->most[i]) raise_most(c, i, now);", "        c->most[i] = now;", VECTORS),
     Fault("attention_tiles.h", "if (at + KEYS <= from) a.begin = b + 1;", "", VECTORS),
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
     Fault("tiles.h", "x += (size_t)n * K,", "x += K,", VECTORS),
