@@ -28,7 +28,7 @@ JOBS ?= 2
 # One thread each: on tiny models, threads that wait for each other cost more than they compute.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test compat golden nightly sanitize avx2 mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test compat golden nightly sanitize avx2 mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino peer-xnnpack
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -121,7 +121,7 @@ bench: $(VENV)/.installed
 gpu: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.gpu build/gpu
 
-peers: peer-openvino peer-vllm peer-llamacpp
+peers: peer-openvino peer-vllm peer-llamacpp peer-xnnpack
 
 # transformers runs in the environment of Foredraft itself, in a process of its own.
 TORCH := torch==2.13.0
@@ -147,6 +147,12 @@ $(PEERS)/vllm/.installed:
 	$(@D)/venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	-cd $(@D) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
 	-$(@D)/venv/bin/python $(INSTALL) nanobind==2.9.2 && PATH="$(abspath $(@D))/venv/bin:$$PATH" CMAKE_ARGS="-DPython_EXECUTABLE=$(abspath $(@D))/venv/bin/python" $(@D)/venv/bin/python $(INSTALL) --no-deps --no-build-isolation arctic-inference==0.1.1
+	touch $@
+
+# Only the shared library of XNNPACK is used.
+peer-xnnpack: $(PEERS)/xnnpack/.installed
+$(PEERS)/xnnpack/.installed:
+	$(PYTHON) -m pip --disable-pip-version-check install -q --no-deps --target $(@D) executorch==1.5.1
 	touch $@
 
 peer-llamacpp: $(PEERS)/llamacpp/.installed

@@ -10,15 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import libraries, suite
+from benchmarks import libraries, peer_process, suite, xnnpack
 from benchmarks.libraries import Timing
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
 from benchmarks.suite import Suite, option
+from benchmarks.xnnpack import Xnnpack
 from foredraft.backends import native
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
@@ -45,6 +47,12 @@ class Settings(suite.Settings):
     )
     tokens: str = option("1 4 8 16 64 256", "Tokens of these products, separated by spaces.")
     repeats: int = option(7, "Measured repeats, after the warm-up.", least=1)
+    peers_path: Path | None = option(
+        None,
+        "Folder with XNNPACK (make peer-xnnpack), which is left out if it is not there; $FOREDRAFT_PEERS or .peers unless given.",
+        flag="--peers",
+        place=True,
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -151,7 +159,9 @@ class Kernels(Suite[Settings]):
             targets.popitem()[1].close()
         if settings.device != "cpu" or native.refusal(torch.bfloat16) is not None:
             return
-        for found in libraries.timings(settings.matrices, settings.counts, settings.repeats):
+        library = xnnpack.found(settings.peers_path or peer_process.folder())
+        beside = Xnnpack(library, settings.threads) if library else None
+        for found in libraries.timings(settings.matrices, settings.counts, settings.repeats, beside):
             self.timings += found
             self.advance()
 

@@ -1,4 +1,4 @@
-"""One matrix product by the kernels, and by the libraries that torch has on board, for each kind of weights.
+"""One matrix product by the kernels, by the libraries that torch has on board, and by XNNPACK, for each kind of weights.
 
 A product over a few tokens is bound by how fast its weights are read from memory. So each side has as many copies of the matrix as do not
 fit into a cache, and multiplies with one after the other.
@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.report import Table
+from benchmarks.xnnpack import Multiply, Xnnpack
 from foredraft import quantization
 from foredraft.backends.packing import onednn_lays_out
 from foredraft.backends.products import NATIVE, ONEDNN, Product
@@ -29,10 +31,10 @@ OFF = 0.03  # of the largest result, that one may be off
 NOTE = (
     "Products: medians, in turns. Each side has some 256 MB of copies of the matrix and multiplies with one after the other, so that "
     "weights come from memory. oneDNN has its own layout of the weights; for bfloat16 it needs AVX-512. torch's int8 is "
-    "`_weight_int8pack_mm`, its int4 `_weight_int4pack_mm_for_cpu` in groups of 128, which has no fast path in float32. XNNPACK is not "
-    "in torch's wheels, and KleidiAI is for ARM alone."
+    "`_weight_int8pack_mm`, its int4 `_weight_int4pack_mm_for_cpu` in groups of 128, which has no fast path in float32. XNNPACK is the one "
+    "in ExecuTorch's wheel, if `make peer-xnnpack` has installed it. Its results are float32. With int8, so are its inputs; with int4, its "
+    "inputs are rounded to eight bits before the measured time. KleidiAI is for ARM alone."
 )
-Multiply = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,12 @@ class Kind:
     quantization: str | None
     bytes: float
     sides: dict[str, Callable[[Tensor, torch.dtype], Multiply]]
+    in_xnnpack: Callable[[Xnnpack, Tensor, torch.dtype], Multiply]
 
-    @property
-    def here(self) -> dict[str, Callable[[Tensor, torch.dtype], Multiply]]:
+    def here(self, xnnpack: Xnnpack | None) -> dict[str, Callable[[Tensor, torch.dtype], Multiply]]:
         """The sides that this CPU can run."""
-        return {name: make for name, make in self.sides.items() if make is not in_onednn or onednn_lays_out(self.dtype)}
+        sides = {name: make for name, make in self.sides.items() if make is not in_onednn or onednn_lays_out(self.dtype)}
+        return sides | ({"XNNPACK": partial(self.in_xnnpack, xnnpack)} if xnnpack else {})
 
     def weights(self, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """A matrix, and the same as plain numbers."""
@@ -99,14 +102,14 @@ class Kind:
 
 
 KINDS = {
-    "bfloat16": Kind(torch.bfloat16, None, 2, {OURS: ours, "oneDNN, packed": in_onednn, "torch": in_torch}),
-    "float32": Kind(torch.float32, None, 4, {OURS: ours, "oneDNN, packed": in_onednn, "torch (MKL)": in_torch}),
-    "int8, bfloat16": Kind(torch.bfloat16, "int8", 1, {OURS: ours, "torch's int8": eights_in_torch}),
-    "int4, bfloat16": Kind(torch.bfloat16, f"int4-{GROUP}", 0.5, {OURS: ours, "torch's int4": fours_in_torch}),
+    "bfloat16": Kind(torch.bfloat16, None, 2, {OURS: ours, "oneDNN, packed": in_onednn, "torch": in_torch}, Xnnpack.values),
+    "float32": Kind(torch.float32, None, 4, {OURS: ours, "oneDNN, packed": in_onednn, "torch (MKL)": in_torch}, Xnnpack.values),
+    "int8, bfloat16": Kind(torch.bfloat16, "int8", 1, {OURS: ours, "torch's int8": eights_in_torch}, Xnnpack.eights),
+    "int4, bfloat16": Kind(torch.bfloat16, f"int4-{GROUP}", 0.5, {OURS: ours, "torch's int4": fours_in_torch}, Xnnpack.fours),
 }
 
 
-def timings(sizes: list[tuple[int, int]], tokens: list[int], repeats: int) -> Iterator[list[Timing]]:
+def timings(sizes: list[tuple[int, int]], tokens: list[int], repeats: int, xnnpack: Xnnpack | None = None) -> Iterator[list[Timing]]:
     """Of every kind of weights and size of a matrix; the sides take turns.
 
     Raises:
@@ -119,7 +122,7 @@ def timings(sizes: list[tuple[int, int]], tokens: list[int], repeats: int) -> It
             expected = x.float() @ plain.T
             copies = max(1, round(COPIES / (outputs * inputs * kind.bytes)))
             sides: dict[str, list[Multiply]] = {}
-            for side, make in kind.here.items():
+            for side, make in kind.here(xnnpack).items():
                 sides[side] = [make(weight.clone(), kind.dtype) for _ in range(copies)]
                 off = float((sides[side][0](x).float() - expected).abs().max() / expected.abs().max())
                 if not off <= OFF:

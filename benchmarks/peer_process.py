@@ -52,6 +52,11 @@ class Peer:
         return self.name in SHARED
 
 
+def folder() -> Path:
+    """Where the peers are unless a setting says otherwise."""
+    return Path(os.environ.get(VARIABLE) or DEFAULT)
+
+
 @dataclass(frozen=True)
 class PeerSettings(Settings):
     """Settings of suites that start peers."""
@@ -70,7 +75,7 @@ class PeerSettings(Settings):
 
     @property
     def peers_folder(self) -> Path:
-        return self.peers_path or Path(os.environ.get(VARIABLE) or DEFAULT)
+        return self.peers_path or folder()
 
     @property
     def work_folder(self) -> Path:

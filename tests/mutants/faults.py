@@ -31,6 +31,7 @@ def place(fault: Fault) -> Path | str:
 
 TREE = ("tests/test_tree.py",)
 RULES = ("tests/verification/test_rules_enumerated.py",)
+CHOICES = ("tests/verification/test_choices.py",)
 RULE_KERNELS = ("tests/verification/test_rule_kernels.py",)
 TREE_RULES = ("tests/verification/test_tree_rules.py",)
 MATCH = ("tests/verification/test_match.py", "tests/verification/test_rules_enumerated.py")
@@ -162,6 +163,17 @@ FAULTS = [
     Fault("growth.h", "int kept = d->top_k < vocab ? d->top_k : vocab;", "int kept = d->top_k; if (kept >= vocab) return least;", DRAWN),
     Fault("growth.h", "__builtin_memcpy(d->q + j->i * d->apart, own", "__builtin_memcpy(d->q + j->i * d->columns, own", DRAWN),
     Fault("growth.py", "all(sampler.sampled)", "True", DRAWN),
+    Fault("rules.h", "if (one != one) return -1;", "", CHOICES),
+    Fault("rules.h", "if (one > best) best = one,", "if (one >= best) best = one,", CHOICES),
+    Fault("rules.h", "return best < __builtin_inff() ? found : -1;", "return found;", CHOICES),
+    Fault("rules.h", "i > width - 64 ? width / 16 * 16 : width", "width", CHOICES),
+    Fault("layer.c", "outputs(m, I + o, read, up,", "outputs(m, o, read, up,", KERNELS),
+    Fault(
+        "layer.c",
+        "(GAP ? i / tiles : i % parts) * most;\n        const int n = T - from < most ? T - from : most;\n        value gate",
+        "0;\n        const int n = T - from < most ? T - from : most;\n        value gate",
+        KERNELS,
+    ),
     Fault("rules.h", "survival = survival < 1.0f ? survival : 1.0f;", "", RULE_KERNELS),
     Fault("rules.h", "q > 0.0f && p > 0.0f ?", "q > 0.0f ?", RULE_KERNELS),
     Fault("rules.h", "q > 0.0f && p > 0.0f ?", "p > 0.0f ?", RULE_KERNELS),

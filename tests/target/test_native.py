@@ -343,7 +343,7 @@ def test_without_a_compiler_the_newest_intact_file_is_used(quick, monkeypatch, c
         path.write_bytes(left)
         os.utime(path, (time.time() - age,) * 2)
     loaded = []
-    monkeypatch.setattr(native, "_declared", lambda kernels: loaded.append(kernels._name) or kernels)
+    monkeypatch.setattr(native, "_declared", lambda kernels, dtype: loaded.append(kernels._name) or kernels)
     for expected in (others[1], made, None):
         forget()
         caplog.clear()

@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +31,8 @@ from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, walk
 from foredraft.verification.host_trees import HostRows
 
+kernels: dict[torch.dtype, Callable[[Tensor, Sequence[tuple[int, int]]], list[int]]] = {}
+"""Once kernels are loaded, :func:`foredraft.backends.native.choices` by these, by the dtype of scores. None are compiled for this alone."""
 Level = Sequence[Sequence[int]]
 """Per row, the nodes at one depth that the target's choices lead to; none where its walk has ended."""
 
@@ -61,26 +62,20 @@ class Greedy:
         """``[R, N]`` the score of each choice."""
         return self.scores.gather(-1, self.tokens[..., None])[..., 0]
 
-    @cached_property
-    def _values(self) -> Callable[[int, int], np.ndarray[Any, np.dtype[np.floating[Any]]]]:
-        """The scores of a row's node. NumPy has no bfloat16: of such scores only nodes that are asked for are widened."""
-        if self.scores.dtype in (torch.float32, torch.float64):
-            array = self.scores.numpy()
-            return lambda row, node: array[row, node]
-        return lambda row, node: widened(self.scores[row, node]).numpy()
+    def _by_numpy(self, scores: Tensor, nodes: Sequence[tuple[int, int]]) -> list[int]:
+        """As :func:`foredraft.backends.native.choices`."""
+        found = []
+        for node in nodes:
+            values = widened(scores[node]).numpy()  # NumPy has no bfloat16
+            token = int(values.argmax())
+            found.append(token if isfinite(values.item(token)) else -1)  # an argmax finds NaN, +inf, and -inf where there is nothing else
+        return found
 
     def at(self, level: Level, depth: int) -> list[list[int]] | None:
-        found = []
-        for row, nodes in enumerate(level):
-            tokens = []
-            for node in nodes:
-                values = self._values(row, node)
-                token = int(values.argmax())
-                if not isfinite(values.item(token)):  # an argmax finds NaN, +inf, and -inf where there is nothing else
-                    return None
-                tokens.append(token)
-            found.append(tokens)
-        return found
+        choose = kernels.get(self.scores.dtype, self._by_numpy)
+        found = choose(self.scores, [(row, node) for row, nodes in enumerate(level) for node in nodes])
+        tokens = iter(found)
+        return None if min(found) < 0 else [[next(tokens) for _ in nodes] for nodes in level]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from torch import Tensor
 from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 from foredraft.logits import noise
-from foredraft.verification import ratios
+from foredraft.verification import match, ratios
 
 SOURCE = Path(__file__).with_name("layer.c")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
@@ -279,7 +279,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The same, or the reason that there are none."""
     try:
         _check_machine(dtype)
-        return _declared(_loaded(dtype))
+        return _declared(_loaded(dtype), dtype)
     except Unavailable as error:
         return str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -359,8 +359,8 @@ def _whole(path: Path) -> bool:
     return False
 
 
-def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """``kernels`` with the types of arguments and results declared."""
+def _declared(kernels: ctypes.CDLL, dtype: torch.dtype) -> ctypes.CDLL:
+    """``kernels`` for ``dtype`` with the types of arguments and results declared."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
@@ -376,18 +376,20 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
+    kernels.choose_all.argtypes = [pointer, pointer, size, size, pointer, number]
     kernels.chains.argtypes, kernels.chains.restype = [ctypes.POINTER(Chains), number], None
     kernels.draw.argtypes, kernels.draw.restype = [ctypes.POINTER(Draws), number, number, pointer, size, number, pointer, number], None
     kernels.instructions.restype = ctypes.c_char_p
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None
-    kernels.attend_over.restype = kernels.write_over.restype = None
+    kernels.attend_over.restype = kernels.write_over.restype = kernels.choose_all.restype = None
     kernels.experts_room.argtypes, kernels.experts_room.restype = [ctypes.POINTER(Experts), number, number, number], size
     kernels.experts_over.argtypes = [ctypes.POINTER(Experts), pointer, pointer, number, number, *[pointer] * 3, number]
     kernels.experts_over.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
+    match.kernels[dtype] = partial(choices, kernels)
     if noise.kernel is None:
         noise.kernel = partial(race, kernels)
         ratios.kernel = partial(chains, kernels)
@@ -456,6 +458,16 @@ def _largest(values: Tensor, k: int, logs: Tensor | None) -> Tensor | None:
     threads, place = min(torch.get_num_threads(), lines), None if logs is None else logs.data_ptr()
     library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), place, threads)
     return out
+
+
+def choices(kernels: ctypes.CDLL, scores: Tensor, nodes: Sequence[tuple[int, int]]) -> list[int]:
+    """Index of the first largest number of ``scores`` ``[R, N, V]`` at each ``(row, node)``, -1 where that is not finite or one is NaN. The
+    scores are on the CPU, in the kernels' dtype."""
+    scores = scores if scores.stride(2) == 1 else scores.contiguous()
+    count, (by_row, by_node, _) = len(nodes), scores.stride()
+    places, found = (ctypes.c_int64 * count)(*(row * by_row + node * by_node for row, node in nodes)), (ctypes.c_int64 * count)()
+    kernels.choose_all(scores.data_ptr(), places, count, scores.shape[2], found, min(torch.get_num_threads(), count))
+    return list(found)
 
 
 def race(kernels: ctypes.CDLL, weights: Tensor, words: Tensor, hashes: Tensor) -> Tensor:

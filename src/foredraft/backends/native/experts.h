@@ -321,7 +321,8 @@ static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, 
     for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
         const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
         const int row = (r->experts[i / tiles] * I + o) * 2;
-        const char *values_of_up = weights_of(&e->gate_up, row + TILE, H);
+        const int later = i % tiles < tiles - 1 ? row + 2 * TILE : i / tiles + 1 < *r->active ? r->experts[i / tiles + 1] * 2 * I : -1;
+        const char *values_of_up = weights_of(&e->gate_up, row + TILE, H), *after = later < 0 ? 0 : weights_of(&e->gate_up, later, H);
         for (int from = 0; from < count; from += most) {
             const int n = count - from < most ? count - from : most;
             const value *rows = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;
@@ -329,7 +330,7 @@ static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, 
             const Prepared prepared = ready_from(r, T == 1 ? 0 : begin + from, all, H);
             value gate[WHOLE * TILE], up[WHOLE * TILE];
             expert_outputs(&e->gate_up, row, inputs, &prepared, gate, n, H, values_of_up);
-            expert_outputs(&e->gate_up, row + TILE, inputs, &prepared, up, n, H, 0);
+            expert_outputs(&e->gate_up, row + TILE, inputs, &prepared, up, n, H, after);
             for (int t = 0; t < n; t++)
                 expert_gated(e, gate + t * TILE, up + t * TILE, e->gate_up_bias ? e->gate_up_bias + row : 0, gate + t * TILE);
             for (int t = 0; mine(w) && t < n; t++) copied(gate + t * TILE, r->thin + (size_t)(begin + from + t) * I + o, TILE);
@@ -365,11 +366,13 @@ static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T
         const int o = i * TILE, active = *r->active;
         for (int a = 0; a < active; a++) {
             const int begin = r->begins[a], count = taken_by(r, a, begin, all), expert = r->experts[a];
+            const int later = a + 1 < active ? r->experts[a + 1] * H + o : o + TILE < H ? r->experts[0] * H + o + TILE : -1;
+            const char *after = later < 0 ? 0 : weights_of(&e->down, later, e->width);
             for (int p = begin; p < begin + count; p += most) {
                 const Prepared prepared = ready_from(r, p, all, e->width);
                 const int n = begin + count - p < most ? begin + count - p : most;
                 const entry *inputs = grouped ? 0 : entries(r->thin + (size_t)p * I, n, I, room);
-                expert_outputs(&e->down, expert * H + o, inputs, &prepared, tiles + (size_t)p * TILE, n, e->width, 0);
+                expert_outputs(&e->down, expert * H + o, inputs, &prepared, tiles + (size_t)p * TILE, n, e->width, after);
             }
             for (int p = begin; e->down_bias && p < begin + count; p++) add(tiles + (size_t)p * TILE, e->down_bias + (size_t)expert * H + o, TILE);
         }

@@ -263,6 +263,39 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size, in
     }
 }
 
+/* A phase: thin [T, I] = act(gate) * up, where gate and up are the first I outputs and the last I of x [T, K] W^T. Neither is written to memory, as
+ * product() would. */
+static void gated_product(Worker *w, const Matrix *m, const value *x, value *thin, int T, int K, int I, int activation) {
+    enum { WIDTH = BLOCKS * 16 };
+    const int most = rows_at_once(m, K), parts = (T + most - 1) / most, tiles = I / WIDTH, rows = T < most ? T : most;
+    entry room[GAP ? ENTRIES(rows, K) : 1];
+    const entry *read = 0;
+    for (int i = first_in_range(w, tiles * parts), tokens = 0; i >= 0; i = next(w)) {
+        const int o = (GAP ? i % tiles : i / parts) * WIDTH, from = (GAP ? i / tiles : i % parts) * most;
+        const int n = T - from < most ? T - from : most;
+        value gate[WHOLE * WIDTH], up[WHOLE * WIDTH], *to = thin + (size_t)from * I + o;
+        for (int t = 0; t < n; t++)
+            for (int b = 0; b < WIDTH; b += LINE / (int)sizeof(value)) __builtin_prefetch(to + (size_t)t * I + b, 1);
+        if (!read || from != tokens) read = entries(x + (size_t)from * K, n, K, room);
+        outputs(m, o, read, gate, n, K, weights_of(m, I + o, K));
+        outputs(m, I + o, read, up, n, K, o + WIDTH < I ? weights_of(m, o + WIDTH, K) : 0);
+        tokens = from;
+        gated(gate, up, gate, n * WIDTH, activation);
+        for (int t = 0; mine(w) && t < n; t++) copied(gate + t * WIDTH, to + (size_t)t * I, WIDTH);
+    }
+}
+
+/* p->thin [T, inner] = what the MLP's activation makes of its first products, for x [T, hidden] */
+static void widened(Worker *w, const Layer *l, const Pass *p, const value *x) {
+    const int T = p->tokens, H = l->hidden, I = l->inner, alone = l->activation & ALONE;
+    if (!alone && !in_groups(&l->gate_up) && I % (BLOCKS * 16) == 0) {
+        gated_product(w, &l->gate_up, x, p->thin, T, H, I, l->activation);
+        return;
+    }
+    product(w, &l->gate_up, x, p->wide, T, H, alone ? I : 2 * I, 0);
+    gates(w, p->wide, p->thin, T, I, l->activation);
+}
+
 #include "experts.h"
 
 /* The input of a sublayer, and (left) x after its output was added: one of them is normed */
@@ -310,8 +343,7 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
         product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
     route(w, e, &r, T, 0, 0, p->touched);
     if (e->shared) {
-        product(w, &l->gate_up, inputs, p->wide, T, H, 2 * l->inner, 0);
-        gates(w, p->wide, p->thin, T, l->inner, l->activation);
+        widened(w, l, p, inputs);
         product(w, &l->down, p->thin, r.shared, T, l->inner, H, 0);
     }
     by_experts(w, e, &r, inputs, x, T, H);
@@ -327,7 +359,6 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
 static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
-    const int widened = l->activation & ALONE ? I : 2 * I;
     if (l->latent && parts & ATTENTION) {
         latent_attention(w, l, p, mask, x, keys, values);
         parts &= ~ATTENTION;
@@ -335,7 +366,7 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
     if (parts & ATTENTION) product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
     if (l->parallel && parts & MLP) {
         const value *read = parts & ATTENTION && !l->after.weight ? p->states : entered(w, l, p, l->after.weight ? l->after : l->before, x);
-        product(w, &l->gate_up, read, p->wide, T, H, widened, 0);
+        widened(w, l, p, read);
     }
     if (parts & ATTENTION) {
         if (l->head_norms == WHOLE_HEADS) whole_heads(w, l, p);
@@ -356,8 +387,7 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
         mixture(w, l, p, x);
         return;
     }
-    if (!l->parallel) product(w, &l->gate_up, entered(w, l, p, l->after, x), p->wide, T, H, widened, 0);
-    gates(w, p->wide, p->thin, T, I, l->activation);
+    if (!l->parallel) widened(w, l, p, entered(w, l, p, l->after, x));
     give(w, l, p, &l->down, p->thin, I, l->mlp_given, x);
     left(w, l, p, l->after, x);
 }

@@ -276,7 +276,7 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
 #ifdef TILED
     if (m->kind == VALUES && K % TILE_INPUTS == 0) {
-        tiled(m, o, x, out, T, K);
+        tiled(m, o, x, out, T, K, after);
         return;
     }
 #endif

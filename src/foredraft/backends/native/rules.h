@@ -1,7 +1,49 @@
-/* What verification computes over the whole vocabulary: races of keyed noise, and what the target's p has more than the draft's q. layer.c
- * includes this. */
+/* What verification computes over the whole vocabulary: the likeliest token, races of keyed noise, and what the target's p has more than the
+ * draft's q. layer.c includes this. */
 
 #include <float.h>
+
+/* -- greedy choices ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const value *scores;
+    const int64_t *places;
+    int64_t lines, width, *out;
+} Choices;
+
+/* Index of the first largest of `width` numbers; -1 if that is not finite or if one is NaN */
+static int64_t choice(const value *x, int64_t width) {
+    float best = -__builtin_inff();
+    int64_t found = -1;
+    for (int64_t i = 0; i < width; i += 64) {
+        uint64_t others = 0; /* those that are neither less nor equal */
+        for (int64_t b = 0; b < 64 && i + b + 16 <= width; b += 16) {
+            const f32 v = load(x + i + b);
+            others |= (uint64_t)(0xffff & ~(f32_less(v, f32_of(best)) | f32_equal(v, f32_of(best)))) << b;
+        }
+        for (int64_t j = i > width - 64 ? width / 16 * 16 : width; j < width; j++) others |= 1ull << (j - i);
+        for (; others; others &= others - 1) {
+            const int64_t at = i + __builtin_ctzll(others);
+            const float one = number(x + at);
+            if (one != one) return -1;
+            if (one > best) best = one, found = at;
+        }
+    }
+    return best < __builtin_inff() ? found : -1;
+}
+
+static void do_choose(Worker *w, const void *job) {
+    const Choices *j = job;
+    for (int l = first(w, j->lines); l >= 0; l = next(w)) {
+        const int64_t found = choice(j->scores + j->places[l], j->width);
+        if (mine(w)) j->out[l] = found;
+    }
+}
+
+/* What `choice` finds in each of `lines` lines, which begin at scores + places[..], into out [lines] */
+void choose_all(const value *scores, const int64_t *places, int64_t lines, int64_t width, int64_t *out, int threads) {
+    together(threads, do_choose, &(Choices){scores, places, lines, width, out});
+}
 
 /* -- races ------------------------------------------------------------------------------------------------------------- */
 

@@ -135,8 +135,9 @@ INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const 
 }
 
 /* BLOCKS * 16 outputs from o on, of n <= TILE_ROWS tokens, into out [n, BLOCKS * 16]: all at once, so that weights come from four places, as memory
- * is read fastest */
-static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n, int K) {
+ * is read fastest. `after` points to the weights that are probably read next, or is null. Loads of tiles wait for few cache lines at a time, so
+ * weights are prefetched. */
+static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) {
     const size_t block = (size_t)K * 16;
     const value *w = (const value *)m->values + o / 16 * block;
     float sums[BLOCKS][TILE_ROWS * 16];
@@ -145,9 +146,11 @@ static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n,
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
-    for (int k = 0; k < K; k += TILE_INPUTS, w += 16 * TILE_INPUTS) {
+    const char *soon = (const char *)w + AHEAD;
+    for (int k = 0; k < K; k += TILE_INPUTS, w += 16 * TILE_INPUTS, soon += TILE_ROWS * LINE) {
+        if (after && AHEAD >= (K - k) * 16 * (int)sizeof(value)) soon = after, after = 0;
         for (int i = 0; i < TILE_ROWS * BLOCKS; i++)
-            __builtin_prefetch((const char *)(w + i % BLOCKS * block) + i / BLOCKS * LINE + AHEAD, 0, INTO_L2); /* loads wait for few lines at a time */
+            __builtin_prefetch(soon + i % BLOCKS * block * sizeof(value) + i / BLOCKS * LINE, 0, INTO_L2);
         tile_load(4, x + k, K * sizeof(value));
         tile_load(5, w, 64);
         tile_product(0, 4, 5);
@@ -168,15 +171,15 @@ static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n,
 }
 
 /* Likewise of T tokens */
-static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K) {
+static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
     enum { AT_A_TIME = 2 * TILE_ROWS };
     const size_t block = (size_t)K * 16;
     const value *w = (const value *)m->values + o / 16 * block;
     float sums[AT_A_TIME * 32];
     int t = 0;
-    for (int n; T - t > TILE_ROWS; t += n, x += (size_t)n * K, out += n * BLOCKS * 16) {
+    for (int n, set = 0; T - t > TILE_ROWS; t += n, x += (size_t)n * K, out += n * BLOCKS * 16) {
         n = T - t < AT_A_TIME ? T - t : AT_A_TIME;
-        pairs_begin(n);
+        if (n != set) pairs_begin(set = n);
         for (int b = 0; b < BLOCKS; b += 2) {
             pair_of_tiles(x, K, w + b * block, w + (b + 1) * block, 16 * TILE_INPUTS, K, sums, 32, n, 0);
             for (int c = 0; c < 2; c++) {
@@ -184,9 +187,9 @@ static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int
                 for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b + c) * 16, f32_add(f32_load(sums + i * 32 + c * 16), begin));
             }
         }
-        tiles_end();
     }
-    if (t < T) few_tiled(m, o, x, out, T - t, K);
+    if (t) tiles_end();
+    if (t < T) few_tiled(m, o, x, out, T - t, K, after);
 }
 
 /* Dot products of n <= QUERIES queries with the first `count` of KEYS keys, into scores [n, KEYS]. `queries` are packed as keys are in
