@@ -221,8 +221,11 @@ def _tokenizer_in(source: str, folder: str, file: str, *, local: bool) -> Any:
         return AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=local)
     except ConfigurationError:
         raise
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} has no loadable tokenizer, nor is there one beside it: {first_line(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{source!r} has no loadable tokenizer, nor is there one beside it: {first_line(error)}. Put the tokenizer of the checkpoint "
+            "that it was made from into its folder"
+        ) from error
 
 
 def name_of(model: PreTrainedModel) -> str:

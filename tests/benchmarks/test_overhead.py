@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import drafters_plan, environment, hosts, kernels, libraries, overhead, prompts, report, verification
+from benchmarks import drafters_plan, environment, hosts, kernels, libraries, overhead, peer_process, prompts, report, verification, xnnpack
 from benchmarks.cli import app
 from benchmarks.figures import Figure
 from benchmarks.overhead import Measurement, Overhead, Settings, measurement
@@ -313,6 +313,8 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypa
         "128x256",
         "--tokens",
         "1 9",
+        "--peers",
+        str(tmp_path),
     ]
     result = CliRunner().invoke(app, ["kernels", *options, "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -336,6 +338,26 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypa
         assert sides == {(name, side) for name, kind in libraries.KINDS.items() for side in kind.sides} - missing
         assert {each["tokens"] for each in found["timings"]} == {1, 9} and len(found["timings"]) == 4 * len(sides)
         assert "int4, bfloat16, by tokens" in (tmp_path / "kernels.md").read_text()
+
+
+@needs_kernels
+@pytest.mark.skipif(xnnpack.found(peer_process.folder()) is None, reason="needs XNNPACK: make peer-xnnpack")
+def test_xnnpack_multiplies_rightly(monkeypatch):
+    monkeypatch.setattr(libraries, "COPIES", 1 << 17)
+    library = xnnpack.Xnnpack(xnnpack.found(peer_process.folder()), 2)
+    timed = [each for found in libraries.timings([(128, 256)], [1, 9], 1, library) for each in found if each.side.startswith("XNNPACK")]
+    assert {"float32", "int8, bfloat16", "int4, bfloat16"} <= {each.kind for each in timed}
+
+
+@needs_kernels
+def test_a_library_that_has_no_kernel_here_is_left_out(monkeypatch):
+    def refuse(weight, dtype):
+        raise xnnpack.UnsupportedHere
+
+    monkeypatch.setattr(libraries, "COPIES", 1 << 17)
+    kind = replace(libraries.KINDS["bfloat16"], sides={"ours": libraries.ours, "other": refuse})
+    monkeypatch.setattr(libraries, "KINDS", {"bfloat16": kind})
+    assert {each.side for each in next(libraries.timings([(128, 256)], [1], 1))} == {"ours"}
 
 
 @needs_kernels

@@ -20,7 +20,7 @@ from foredraft import ConfigurationError, Speculator
 from foredraft.backends import native
 from foredraft.backends.experts import Mixture
 from foredraft.backends.narrow import is_held, parts_of
-from foredraft.loading import load_model
+from foredraft.loading import load_model, load_tokenizer
 from foredraft.quantization import quantize, quantized
 from foredraft.quantization.grouped import GroupedTensor, bytes_from
 from foredraft.target import Target
@@ -349,17 +349,19 @@ def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def gguf_file(folder, kinds, change=lambda name: True):
-    """A qwen3moe as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down; and the model it stands for."""
+def gguf_file(folder, kinds, change=lambda name: True, name="qwen3_moe"):
+    """A model as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down; and the model it stands for."""
     gguf = pytest.importorskip("gguf")
-    model = made("qwen3_moe", torch.float32, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=2)
-    config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
+    sizes = {"intermediate_size" if name == "gpt_oss" else "moe_intermediate_size": 256, "hidden_size": 256, "num_hidden_layers": 2}
+    model = made(name, torch.float32, **sizes)
+    architecture = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}[name]
+    config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_count(config.num_experts)
+    writer.add_expert_feed_forward_length(256)
+    writer.add_expert_count(config.num_local_experts if name == "gpt_oss" else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -367,14 +369,19 @@ def gguf_file(folder, kinds, change=lambda name: True):
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+    if name == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper().replace("3_M", "3M")), config.num_hidden_layers)
 
     def keep(target, tensor, kind):
         """``tensor`` becomes what is written for it."""
         if kind is None or tensor.ndim == 1:
-            writer.add_tensor(target, tensor.numpy())
+            writer.add_tensor(target, tensor.contiguous().numpy())
             return
         sort = getattr(gguf.GGMLQuantizationType, kind)
         packed = in_blocks(tensor.flatten(0, -2), kind).reshape(*tensor.shape[:-1], -1)
@@ -383,12 +390,15 @@ def gguf_file(folder, kinds, change=lambda name: True):
         tensor.copy_(torch.from_numpy(gguf.dequantize(packed, sort)))
 
     for key, tensor in model.state_dict().items():
-        layer = f"{key}.".split(".")[2]
-        if key.endswith("gate_up_proj"):
-            for kind, which, part in zip(kinds, ("gate", "up"), tensor.chunk(2, 1)):
-                keep(f"blk.{layer}.ffn_{which}_exps.weight", part, kind)
-        elif key.endswith("experts.down_proj"):
-            keep(f"blk.{layer}.ffn_down_exps.weight", tensor, kinds[2])
+        layer, last = f"{key}.".split(".")[2], "bias" if key.endswith("_bias") else "weight"
+        rows = tensor.transpose(1, 2) if name == "gpt_oss" and key.endswith(("gate_up_proj", "experts.down_proj")) else tensor
+        if "gate_up_proj" in key:
+            for kind, which, part in zip(kinds, ("gate", "up"), (rows[:, ::2], rows[:, 1::2]) if name == "gpt_oss" else rows.chunk(2, 1)):
+                keep(f"blk.{layer}.ffn_{which}_exps.{last}", part, None if last == "bias" else kind)
+        elif "experts.down_proj" in key:
+            keep(f"blk.{layer}.ffn_down_exps.{last}", rows, None if last == "bias" else kinds[2])
+        elif key.endswith("sinks"):
+            keep(f"blk.{layer}.attn_sinks.weight", tensor, None)
         else:
             target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
             keep(target, tensor, "Q8_0" if "_proj" in key else None)
@@ -397,9 +407,19 @@ def gguf_file(folder, kinds, change=lambda name: True):
     return model
 
 
-@pytest.mark.parametrize("kinds", [("Q4_0",) * 3, ("Q4_K", "Q4_K", "Q6_K"), ("Q5_1", "Q5_1", "Q8_0"), ("Q4_0", "Q8_0", "Q4_1")])
-def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, tmp_path, always):
-    expected = gguf_file(tmp_path, kinds)
+@pytest.mark.parametrize(
+    ("kinds", "name"),
+    [
+        (("Q4_0",) * 3, "qwen3_moe"),
+        (("Q4_K", "Q4_K", "Q6_K"), "qwen3_moe"),
+        (("Q5_1", "Q5_1", "Q8_0"), "qwen3_moe"),
+        (("Q4_0", "Q8_0", "Q4_1"), "qwen3_moe"),
+        (("MXFP4",) * 3, "gpt_oss"),
+        (("Q5_1", "MXFP4", "Q8_0"), "gpt_oss"),
+    ],
+)
+def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, name, tmp_path, always):
+    expected = gguf_file(tmp_path, kinds, name=name)
     model = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
     weights = dict(expected.named_parameters())
     for name, each in model.named_parameters():
@@ -407,7 +427,8 @@ def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, tmp_path, always):
     for module in experts_of(model):
         assert isinstance(module.gate_up_proj, GroupedTensor) == (kinds[0] == kinds[1])  # or they are widened
         assert module.down_proj.bits == {"Q6_K": 6, "Q8_0": 8}.get(kinds[2], 4)
-    assert model.config.moe_intermediate_size == 256 and model.config.norm_topk_prob
+    if name == "qwen3_moe":
+        assert model.config.moe_intermediate_size == 256 and model.config.norm_topk_prob
     assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
     if all(native.refusal(dtype) is None for dtype in DTYPES):
         target, wanted = Target(model, execution="native", owned=True), logits(expected)
@@ -419,6 +440,16 @@ def test_a_gguf_file_that_lacks_experts_is_refused(tmp_path):
     gguf_file(tmp_path, ("Q4_0",) * 3, lambda name: name != "blk.1.ffn_up_exps.weight")
     with pytest.raises(ConfigurationError, match=r"has experts, but no tensor 'blk\.1\.ffn_up_exps\.weight'; load a file with all"):
         load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+def test_a_gguf_file_of_gpt_oss_that_lacks_a_number_is_refused(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setattr(gguf.GGUFWriter, "add_sliding_window", lambda self, size: None)
+    gguf_file(tmp_path, ("MXFP4",) * 3, name="gpt_oss")
+    with pytest.raises(ConfigurationError, match=r"does not say gpt-oss\.attention\.sliding_window; load another file of this model"):
+        load_model(str(tmp_path), gguf_file="model.gguf")
+    with pytest.raises(ConfigurationError, match=r"has no loadable tokenizer.*into its folder"):
+        load_tokenizer(str(tmp_path / "model.gguf"))
 
 
 # -- AWQ, GPTQ and compressed-tensors --------------------------------------------------------------------------------------

@@ -84,7 +84,11 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
     path = Path(cached_file(source, name, local_files_only=local_files_only))
     reader = gguf.opened(path)
     architecture = gguf.architecture_of(path, reader)  # before transformers reads it, which fails on some
-    config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only, trust_remote_code=False)
+
+    def load() -> Any:
+        return AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only, trust_remote_code=False)
+
+    config = gguf.config_of(path, reader, architecture, load)
     state = gguf.read(path, reader, architecture, config, dtype or torch.bfloat16)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
     if any(each.endswith("qdata") for each in state):
@@ -213,7 +217,7 @@ class Stored:
         count, *sizes = plain.shape
         inputs, outputs = sizes if transposed else sizes[::-1]
         if self.form == "gguf":
-            return self._of_gguf(parts, (count, outputs, inputs), plain.dtype)
+            return self._of_gguf(parts, (count, outputs, inputs), plain.dtype, transposed)
         if inputs % BLOCK:
             raise ValueError(f"{inputs} inputs, which are no whole number of blocks of {BLOCK}")
         blocks, scales = parts["blocks"], parts["scales"]
@@ -230,15 +234,16 @@ class Stored:
         return GroupedTensor(blocks.flatten(2), scale, 0, bits=4, group=BLOCK, dtype=plain.dtype, transposed=transposed, floats=True)
 
     @staticmethod
-    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
+    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype, transposed: bool = False) -> GroupedTensor:
         (*outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
         (*found, width) = qdata.shape
         if found != outputs or width not in (inputs // 2, inputs * 3 // 4, inputs):
             given, wanted = (" x ".join(map(str, each)) for each in (found, outputs))
             raise ValueError(f"weights of {given} outputs in {width} bytes each where {wanted} of {inputs} weights are needed")
         stands = int(zeros) if zeros.ndim == 1 else zeros
-        bits, group = width * 8 // inputs, inputs // scale.shape[-1]
-        return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), bits=bits, group=group, dtype=dtype)
+        about = {"over": parts.get("over"), "mins": parts.get("mins"), "bits": width * 8 // inputs, "group": inputs // scale.shape[-1]}
+        floats = scale.dtype == torch.bfloat16  # MXFP4; other kinds have scales in float16 or integers
+        return GroupedTensor(qdata, scale, stands, **about, dtype=dtype, transposed=transposed, floats=floats)
 
     def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
         """The bits; for each output the integers, none below 0, the scales and the zero points; and the group of each input."""

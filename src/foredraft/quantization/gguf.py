@@ -1,8 +1,8 @@
 """GGUF files: linear layers and experts keep their integers, in groups; other tensors are widened to the model's dtype.
 
-The weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits. Integers of
-five bits take six here. llama.cpp applies RoPE to adjacent numbers of a head, transformers to its two halves: rows
-of queries and keys of its ``llama`` are in another order.
+The weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits, or in MXFP4
+floats of four. Integers of five bits take six here. llama.cpp applies RoPE to adjacent numbers of a head, transformers to its two
+halves: rows of queries and keys of its ``llama`` are in another order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.quantization.grouped import bytes_from
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt-oss")
 GEMMA = ("gemma2", "gemma3")  # whose norms llama.cpp has with 1 added
-KINDS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
+KINDS = {  # bytes of a block
+    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "MXFP4": 17,
+}  # fmt: skip
 UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
 ROTARY = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NAMES = {
@@ -48,7 +50,25 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-OWN = {"gemma2": SANDWICH, "gemma3": SANDWICH, "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}}  # names
+OWN = {  # names
+    "gemma2": SANDWICH,
+    "gemma3": SANDWICH,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks"},
+}
+GPT_OSS = {  # what a configuration calls the numbers of a file
+    "max_position_embeddings": "context_length",
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "expert_feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "sliding_window": "attention.sliding_window",
+}
 FACTORS = {"rope_freqs.weight": "", "rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
 EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # a weight in transformers, and its parts in a file
 
@@ -69,6 +89,9 @@ def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
 
     if kind.endswith("_K"):
         return kinds_of_256(kind, blocks, halves, pieces)
+    if kind == "MXFP4":
+        scale = torch.pow(2.0, blocks[:, :, 0].double() - 128).to(torch.bfloat16)  # of integers that are twice the floats
+        return {"qdata": bytes_from(pieces(1, 17, 4, 16), 4), "scale": scale, "zeros": torch.zeros(1, dtype=torch.uint8)}
     begin = 4 if kind.endswith("1") else 2
     mins = {"mins": -halves(2)} if kind.endswith("1") else {}
     if kind == "Q8_0":
@@ -108,7 +131,7 @@ def name_of(tensor: str, architecture: str) -> str | None:
     if found is None or found[2] not in names:
         return None
     layer = "" if found[1] is None else f"model.layers.{found[1]}."
-    return f"{layer}{names[found[2]]}.{found[3]}"
+    return f"{layer}{names[found[2]]}" + ("" if found[2] == "attn_sinks" else f".{found[3]}")
 
 
 def opened(path: Path) -> Any:
@@ -148,6 +171,28 @@ def architecture_of(path: Path, reader: Any) -> str:
     return str(architecture)
 
 
+def config_of(path: Path, reader: Any, architecture: str, load: Callable[[], Any]) -> Any:
+    """The configuration of the model in a file that is :func:`opened`, which transformers loads by ``load``. It mistakes numbers of gpt-oss
+    for others, so that one is read here."""
+    if architecture != "gpt-oss":
+        return load()
+    from transformers import GptOssConfig
+
+    def field(name: str) -> Any:
+        found = reader.fields.get(name)
+        return None if found is None else found.contents()
+
+    sizes = {name: field(f"{architecture}.{key}") for name, key in GPT_OSS.items()}
+    if missing := [GPT_OSS[name] for name, size in sizes.items() if size is None]:
+        raise ConfigurationError(f"{str(path)!r} does not say {architecture}.{missing[0]}; load another file of this model")
+    table = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
+    vocabulary = {} if table is None else {"vocab_size": int(table.shape[-1])}
+    tokens = {
+        f"{name}_token_id": field(f"tokenizer.ggml.{key}_token_id") for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
+    return GptOssConfig(**sizes, **vocabulary, **tokens)
+
+
 def end_turns(generation: Any, reader: Any) -> None:
     """Let texts end also at the token that ends a turn of a chat, if the file names one."""
     field = reader.fields.get("tokenizer.ggml.eot_token_id")
@@ -179,11 +224,15 @@ def read(path: Path, reader: Any, architecture: str, config: Any, dtype: torch.d
     state: dict[str, Tensor] = {}
     widened: set[str] = set()
     names = {tensor.name for tensor in reader.tensors}
+    if architecture in ("llama", "gpt-oss"):
+        config.attention_bias = "blk.0.attn_q.bias" in names
     if architecture == "llama":
-        config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_up.bias" in names
-    experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
+        config.mlp_bias = "blk.0.ffn_up.bias" in names
+    alternating = architecture == "gpt-oss"
+    ends = ("_exps.weight", "_exps.bias")[: 1 + alternating]
+    experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith(ends)}
     for number in range(config.num_hidden_layers if experts else 0):
-        state |= of_experts(experts, number, path, dtype)
+        state |= of_experts(experts, number, path, dtype, alternating=alternating)
         wide = [parts for name, parts in EXPERTS.items() if f"model.layers.{number}.mlp.experts.{name}" in state]
         widened |= {experts[f"blk.{number}.ffn_{part}_exps.weight"].tensor_type.name for parts in wide for part in parts}
     for tensor in reader.tensors:
@@ -233,6 +282,8 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
             "load the checkpoint that it was made from, with quantization='int4'"
         )
     scaled = {"rope_type": scaling, "factor": factor} if scaling in ("linear", "yarn") else {}
+    if architecture == "gpt-oss":
+        scaled |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     if scaling == "yarn":
         scaled["original_max_position_embeddings"] = field("rope.scaling.original_context_length") or config.max_position_embeddings
     rope = {"rope_type": "default", "rope_theta": field("rope.freq_base") or (1e6 if architecture == "gemma3" else 1e4), **scaled}
@@ -258,32 +309,44 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
         window = field("attention.sliding_window")
         if window == 0 or (window is None and architecture == "gemma3"):
             config.layer_types = ["full_attention"] * config.num_hidden_layers
+    elif architecture == "gpt-oss":
+        config.rope_parameters = rope
     elif scaled:
         config.rope_parameters = {**config.rope_parameters, **scaled}
 
 
-def of_experts(given: Mapping[str, Any], number: int, path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The experts of layer ``number``. Those of a kind that is not kept, and a gate and `up` of different kinds, are widened.
+def of_experts(given: Mapping[str, Any], number: int, path: Path, dtype: torch.dtype, *, alternating: bool) -> dict[str, Tensor]:
+    """The experts of layer ``number``. Those of a kind that is not kept, and a gate and `up` of different kinds, are widened. As gpt_oss
+    has them, rows of gate and `up` are ``alternating``, weights that are widened are transposed, and there are biases.
 
     Raises:
         ConfigurationError: the file lacks some.
     """
     import gguf
 
+    def plain(tensors: Sequence[Any]) -> list[Tensor]:
+        return [torch.from_numpy(np.array(gguf.dequantize(each.data, each.tensor_type), dtype=np.float32)).to(dtype) for each in tensors]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(parts), 2).flatten(1, 2) if alternating else torch.cat(list(parts), 1)
+
     state: dict[str, Tensor] = {}
     for name, parts in EXPERTS.items():
-        wanted = [f"blk.{number}.ffn_{part}_exps.weight" for part in parts]
+        wanted = [f"blk.{number}.ffn_{part}_exps.{last}" for last in ("weight", "bias")[: 1 + alternating] for part in parts]
         if missing := [each for each in wanted if each not in given]:
             raise ConfigurationError(f"{str(path)!r} has experts, but no tensor {missing[0]!r}; load a file with all layers and experts")
         tensors, target = [given[each] for each in wanted], f"model.layers.{number}.mlp.experts.{name}"
+        tensors, biases = tensors[: len(parts)], tensors[len(parts) :]
         kinds = {tensor.tensor_type.name for tensor in tensors}
+        if biases:
+            state[f"{target}_bias"] = joined(plain(biases))
         if len(kinds) == 1 and kinds <= KINDS.keys():
-            data = torch.cat([torch.from_numpy(np.array(tensor.data)) for tensor in tensors], 1)
+            data = joined([torch.from_numpy(np.array(tensor.data)) for tensor in tensors])
             for part, each in blocks_of(data.flatten(0, 1), kinds.pop()).items():
                 state[f"{target}_{part}"] = each if len(each) == 1 else each.view(*data.shape[:2], -1).contiguous()
         else:
-            found = [np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32) for tensor in tensors]
-            state[target] = torch.cat([torch.from_numpy(each).to(dtype) for each in found], 1)
+            found = joined(plain(tensors))
+            state[target] = found.transpose(1, 2).contiguous() if alternating else found
     return state
 
 
