@@ -118,7 +118,8 @@ class Xnnpack:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers of eight bits, and for each token a zero point and a scale."""
-    scale, about = x.float().abs().amax(1, keepdim=True) / 127, torch.zeros(len(x) + SPARE, 2)  # a zero point of 0 has no bits set
-    about[: len(x), 1:] = scale
-    return padded((x.float() / scale).round().to(torch.int8)), about
+    """Integers of eight bits; and for each token a zero point and a scale, with those of the last one again behind it: it writes rows of
+    a tile that has too few tokens to the last one's place."""
+    scale = x.float().abs().amax(1, keepdim=True) / 127
+    about = torch.cat([torch.zeros_like(scale), scale], 1)  # a zero point is an integer; that of 0 has no bits set
+    return padded((x.float() / scale).round().to(torch.int8)), torch.cat([about, about[-1:].expand(SPARE, -1)])
