@@ -223,8 +223,8 @@ def _tokenizer_in(source: str, folder: str, file: str, *, local: bool) -> Any:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{source!r} has no loadable tokenizer, nor is there one beside it: {first_line(error)}. Put the tokenizer of the checkpoint "
-            "that it was made from into its folder"
+            f"{source!r} has no loadable tokenizer, nor is there one beside it: {first_line(error)}. Pass the tokenizer of the checkpoint "
+            "that it was made from, or put it into its folder"
         ) from error
 
 

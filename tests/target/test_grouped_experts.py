@@ -448,7 +448,7 @@ def test_a_gguf_file_of_gpt_oss_that_lacks_a_number_is_refused(tmp_path, monkeyp
     gguf_file(tmp_path, ("MXFP4",) * 3, name="gpt_oss")
     with pytest.raises(ConfigurationError, match=r"does not say gpt-oss\.attention\.sliding_window; load another file of this model"):
         load_model(str(tmp_path), gguf_file="model.gguf")
-    with pytest.raises(ConfigurationError, match=r"has no loadable tokenizer.*into its folder"):
+    with pytest.raises(ConfigurationError, match=r"has no loadable tokenizer.*or put it into its folder"):
         load_tokenizer(str(tmp_path / "model.gguf"))
 
 
