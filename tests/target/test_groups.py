@@ -986,7 +986,7 @@ def test_a_gguf_file_whose_tensors_contradict_what_it_says_is_refused(tmp_path, 
 
 @pytest.mark.parametrize("architecture", ["mamba", "deepseek2"])
 def test_gguf_files_of_other_architectures_are_refused(architecture, tmp_path):
-    """Before transformers reads what they say of the model: of scaled RoPE in gpt-oss it takes the wrong part, and fails."""
+    """Before transformers reads what they say of the model."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)

@@ -241,9 +241,9 @@ class Stored:
             given, wanted = (" x ".join(map(str, each)) for each in (found, outputs))
             raise ValueError(f"weights of {given} outputs in {width} bytes each where {wanted} of {inputs} weights are needed")
         stands = int(zeros) if zeros.ndim == 1 else zeros
-        about = {"over": parts.get("over"), "mins": parts.get("mins"), "bits": width * 8 // inputs, "group": inputs // scale.shape[-1]}
-        floats = scale.dtype == torch.bfloat16  # MXFP4; other kinds have scales in float16 or integers
-        return GroupedTensor(qdata, scale, stands, **about, dtype=dtype, transposed=transposed, floats=floats)
+        about: dict[str, Any] = {"bits": width * 8 // inputs, "group": inputs // scale.shape[-1], "transposed": transposed}
+        about["floats"] = scale.dtype == torch.bfloat16  # MXFP4; other kinds have scales in float16 or integers
+        return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), dtype=dtype, **about)
 
     def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
         """The bits; for each output the integers, none below 0, the scales and the zero points; and the group of each input."""
