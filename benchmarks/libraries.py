@@ -33,8 +33,8 @@ NOTE = (
     "Products: medians, in turns. Each side has some 256 MB of copies of the matrix and multiplies with one after the other, so that "
     "weights come from memory. oneDNN has its own layout of the weights; for bfloat16 it needs AVX-512. torch's int8 is "
     "`_weight_int8pack_mm`, its int4 `_weight_int4pack_mm_for_cpu` in groups of 128, which has no fast path in float32. XNNPACK is the one "
-    "in ExecuTorch's wheel, if `make peer-xnnpack` has installed it and it has a kernel for the CPU. Its results are float32; inputs are "
-    "rounded to eight bits before the measured time. KleidiAI is for ARM alone."
+    "in ExecuTorch's wheel, if `make peer-xnnpack` has installed it and it has a kernel for the CPU. Its results are float32; int8 "
+    "inputs are made before the measured time. KleidiAI is for ARM alone."
 )
 
 

@@ -84,11 +84,10 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
     path = Path(cached_file(source, name, local_files_only=local_files_only))
     reader = gguf.opened(path)
     architecture = gguf.architecture_of(path, reader)  # before transformers reads it, which fails on some
-
-    def load() -> Any:
-        return AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only, trust_remote_code=False)
-
-    config = gguf.config_of(path, reader, architecture, load)
+    if architecture == "gpt-oss":
+        config = gguf.gpt_oss_config(path, reader)
+    else:
+        config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only, trust_remote_code=False)
     state = gguf.read(path, reader, architecture, config, dtype or torch.bfloat16)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
     if any(each.endswith("qdata") for each in state):

@@ -171,20 +171,21 @@ def architecture_of(path: Path, reader: Any) -> str:
     return str(architecture)
 
 
-def config_of(path: Path, reader: Any, architecture: str, load: Callable[[], Any]) -> Any:
-    """The configuration of the model in a file that is :func:`opened`, which transformers loads by ``load``. It mistakes numbers of gpt-oss
-    for others, so that one is read here."""
-    if architecture != "gpt-oss":
-        return load()
+def gpt_oss_config(path: Path, reader: Any) -> Any:
+    """The configuration of a gpt-oss in a file that is :func:`opened`. transformers takes the wrong part of fields that scale positions.
+
+    Raises:
+        ConfigurationError: the file lacks a number.
+    """
     from transformers import GptOssConfig
 
     def field(name: str) -> Any:
         found = reader.fields.get(name)
         return None if found is None else found.contents()
 
-    sizes = {name: field(f"{architecture}.{key}") for name, key in GPT_OSS.items()}
+    sizes = {name: field(f"gpt-oss.{key}") for name, key in GPT_OSS.items()}
     if missing := [GPT_OSS[name] for name, size in sizes.items() if size is None]:
-        raise ConfigurationError(f"{str(path)!r} does not say {architecture}.{missing[0]}; load another file of this model")
+        raise ConfigurationError(f"{str(path)!r} does not say gpt-oss.{missing[0]}; load another file of this model")
     table = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
     vocabulary = {} if table is None else {"vocab_size": int(table.shape[-1])}
     tokens = {

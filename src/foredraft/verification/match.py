@@ -46,6 +46,16 @@ class Match(Rule):
         return match(tree, Keyed(p, noise, tree))
 
 
+def by_numpy(scores: Tensor, nodes: Sequence[tuple[int, int]]) -> list[int]:
+    """As :func:`foredraft.backends.native.choices`."""
+    found = []
+    for node in nodes:
+        values = widened(scores[node]).numpy()  # NumPy has no bfloat16
+        token = int(values.argmax())
+        found.append(token if isfinite(values.item(token)) else -1)  # an argmax finds NaN, +inf, and -inf where there is nothing else
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Greedy:
     """The likeliest token at every node, by ``scores`` ``[R, N, V]``: logits, or what processors made of them."""
@@ -62,17 +72,8 @@ class Greedy:
         """``[R, N]`` the score of each choice."""
         return self.scores.gather(-1, self.tokens[..., None])[..., 0]
 
-    def _by_numpy(self, scores: Tensor, nodes: Sequence[tuple[int, int]]) -> list[int]:
-        """As :func:`foredraft.backends.native.choices`."""
-        found = []
-        for node in nodes:
-            values = widened(scores[node]).numpy()  # NumPy has no bfloat16
-            token = int(values.argmax())
-            found.append(token if isfinite(values.item(token)) else -1)  # an argmax finds NaN, +inf, and -inf where there is nothing else
-        return found
-
     def at(self, level: Level, depth: int) -> list[list[int]] | None:
-        choose = kernels.get(self.scores.dtype, self._by_numpy)
+        choose = kernels.get(self.scores.dtype, by_numpy)
         found = choose(self.scores, [(row, node) for row, nodes in enumerate(level) for node in nodes])
         tokens = iter(found)
         return None if min(found) < 0 else [[next(tokens) for _ in nodes] for nodes in level]
