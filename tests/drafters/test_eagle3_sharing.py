@@ -1,4 +1,4 @@
-"""Beginnings that the layer of an EAGLE-3 head shares: drafts and texts are those of a head that reads every prompt in full."""
+"""Beginnings that the layer of an EAGLE-3 head or an MTP layer shares: drafts and texts are those of one that reads all prompts in full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from head_cases import shaken
 from helpers import padded
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 from learning_cases import never_started, noisy
+from mtp_cases import mtp_layers
 
 from benchmarks.prompts import PYTHON
 from foredraft import RowParameters, Speculator, zoo
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.learning.serving import Learning
+from foredraft.drafters.mtp import Mtp
 from foredraft.drafters.several import Several
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.logits.processors import Pipeline
@@ -56,14 +58,17 @@ class Row:
 class Pair:
     """A target and a head, and the rows that both have."""
 
-    def __init__(self, execution: str = "native", dtype: torch.dtype = torch.float32, *, reuse: bool = True, **options):
+    def __init__(self, execution: str = "native", dtype: torch.dtype = torch.float32, *, reuse: bool = True, mtp: bool = False, **options):
         model = build("qwen3", dtype)
-        self.drafter = Eagle3(shaken(Eagle3Head.for_target(model, aux_layers=(1, 2))).requires_grad_(False), **options)
+        head = None if mtp else shaken(Eagle3Head.for_target(model, aux_layers=(1, 2))).requires_grad_(False)
+        self.drafter = Mtp(mtp_layers(model)) if head is None else Eagle3(head, **options)
         self.target = Target(model, execution=execution, test=False, reuse_prefix=reuse)
         self.drafter.bind(self.target)
         self.rows: list[Row] = []
         self._slots = 0
-        assert isinstance(self.drafter._cache, PagedCache) == (execution == "native") == (self.drafter._step is not None)
+        native = execution == "native"
+        assert native == (self.drafter._inner.execution == "native" if mtp else self.drafter._step is not None)
+        assert mtp or isinstance(self.drafter._cache, PagedCache) == native
 
     @torch.inference_mode()
     def read(self, *texts: list[int], isolation: str | None = None) -> int:
@@ -126,11 +131,11 @@ def assert_as_alone(pair: Pair, alone: Pair) -> None:
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["live", "over"])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_beginning_is_shared_at_every_offset(execution, over):
+@pytest.mark.parametrize(("execution", "mtp"), [("native", False), ("eager", False), ("native", True)])
+def test_a_beginning_is_shared_at_every_offset(execution, mtp, over):
     """Steps of texts with n + 1 tokens in common are the same up to n; the target reads the token at n again for its features."""
     base = text(2 * PAGE + 20)
-    pair, alone = Pair(execution), Pair(execution, reuse=False)
+    pair, alone = Pair(execution, mtp=mtp), Pair(execution, reuse=False, mtp=mtp)
     pair.read(base)
     for length in (16, 17, 18, *range(PAGE - 2, PAGE + 4), 100, *range(2 * PAGE - 1, 2 * PAGE + 3), len(base)):
         if over:
@@ -150,10 +155,10 @@ def test_a_beginning_is_shared_at_every_offset(execution, over):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_rows_of_a_ragged_batch_share_with_each_other_and_with_what_is_over(execution, dtype):
+@pytest.mark.parametrize(("execution", "mtp"), [("native", False), ("eager", False), ("native", True)])
+def test_rows_of_a_ragged_batch_share_with_each_other_and_with_what_is_over(execution, mtp, dtype):
     begin = text(100)
-    pair, alone = Pair(execution, dtype), Pair(execution, dtype, reuse=False)
+    pair, alone = Pair(execution, dtype, mtp=mtp), Pair(execution, dtype, reuse=False, mtp=mtp)
     first = [begin + text(40, 1), begin + text(3, 2), text(70, 3), begin]
     in_full = sum(map(len, first))
     assert pair.read(*first) == (in_full if execution == "eager" else in_full - 2 * PAGE)  # whole pages of what is read together

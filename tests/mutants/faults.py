@@ -43,6 +43,7 @@ PASS_MEMORY = ("tests/models/test_pass_memory.py",)
 WINDOWS = ("tests/models/test_windows.py",)
 CHANGED = ("tests/target/test_changed.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
+MTP = ("tests/drafters/test_mtp.py",)
 HANDED = ("tests/target/test_handed_pages.py",)
 ELSEWHERE = ("tests/target/test_pages_elsewhere.py",)
 STATES = ("tests/target/test_kept_states.py",)
@@ -566,16 +567,22 @@ FAULTS = [
     Fault("pass_memory.py", 'scores = config._attn_implementation == "eager"', "scores = False", PASS_MEMORY),
     Fault("budgets.py", "max(free - taken, AT_LEAST * free)", "free - taken", PASS_MEMORY),
     Fault("prefixes.py", "return (group, *text[: self.ahead])", "return group", SHARING),
-    Fault("eagle3.py", "Texts(ahead=1)", "Texts()", SHARING),
+    Fault("features.py", "Texts(ahead=1)", "Texts()", SHARING),
     Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
     Fault(
-        "eagle3.py",
+        "features.py",
         "if self._version != self._target.version:\n            self._clear()\n        self._keep",
         "if False:\n            self._clear()\n        self._keep",
         SHARING,
     ),
-    Fault("eagle3.py", "        self._drop(range(first))  # those", "        # those", SHARING),
-    Fault("eagle3.py", "share=self._target.reuse_prefix)", "share=True)", SHARING),
+    Fault("features.py", "        self._drop(range(first))  # those", "        # those", SHARING),
+    Fault("features.py", "share=self._target.reuse_prefix)", "share=True)", SHARING),
+    Fault("features.py", "[count - 1 for count in self.counts]", "[-1 for count in self.counts]", MTP),
+    Fault("features.py", "features[None, begin - start : end - start]", "features[None, begin - start + 1 : end - start + 1]", MTP),
+    Fault("mtp.py", "parts[::-1] if self.states_first else parts", "parts[::-1]", MTP),
+    Fault("mtp.py", "states = self._root(request.rows) if", "states = self._states if first else self._root(request.rows) if", MTP),
+    Fault("mtp.py", "quantize(layers.layers, self.quantization)", "quantize(layers, self.quantization)", MTP),
+    Fault("eager.py", "if part.begin or part.states is None else", "if True else", MTP),
     Fault("target.py", "compact(self.cache, keep, share=self.reuse_prefix)", "compact(self.cache, keep, share=True)", PAGED),
     Fault("paged_cache.py", "row, text in enumerate(live) if share else ():", "row, text in enumerate(live):", PAGED),
     Fault("target.py", "unread=unread, most=most)", "unread=unread)", SHARING),

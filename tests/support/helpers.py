@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from architectures import VOCABULARY, build
+from mtp_cases import mtp_layers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import Speculator, drafters, heads
@@ -142,6 +143,8 @@ def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa",
         return drafters.find(name)(taught_head(name, family, implementation, steps), **options)
     if name == "eagle3":
         return drafters.find(name)(eagle3_head(family, implementation), **options)
+    if name == "mtp":
+        return drafters.find(name)(mtp_layers(tiny(family, implementation)), **options)
     if name == "several":
         return Several([DraftModel(perturbed(family, implementation)), "prompt-lookup"])
     return drafters.create(name, options)

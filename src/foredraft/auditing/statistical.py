@@ -22,6 +22,7 @@ from foredraft.auditing.features import Features
 from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import Statistic, StatisticalPart
 from foredraft.auditing.tally import Design, Tally
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.speculator import Speculator
 from foredraft.verification.lenient import Lenient
 
@@ -102,8 +103,8 @@ def check(
 
 def draft_of(speculator: Speculator) -> Any:
     """The draft model, if the drafter is one that reads the target's tokens: its distribution after a text is then known."""
-    model = speculator.drafter.info.draft_model
-    return None if model is None or getattr(speculator.drafter, "foreign", None) is not None else model.model
+    drafter = speculator.drafter
+    return drafter.model.model if isinstance(drafter, DraftModel) and drafter.foreign is None else None
 
 
 def sample(

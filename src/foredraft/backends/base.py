@@ -53,7 +53,8 @@ class Part:
     """Layers ``begin`` up to ``end`` (exclusive) of a pass.
 
     Attributes:
-        states: ``[R, nodes, d]`` the output of layer ``begin`` - 1; None for the embeddings.
+        states: ``[R, nodes, d]`` the output of layer ``begin`` - 1, or what the first layer reads in place of the embeddings; None for
+            these.
         logits: whether to apply the model's final norm and LM head to the output.
         skip: sublayers that are left out; for a part with all layers only.
     """

@@ -38,9 +38,13 @@ def suggest(source: str) -> list[str]:
     layers, vocab = number(config, "num_hidden_layers", "n_layer"), number(config, "vocab_size")
     facts = [str(kind), f"{layers} layers", f"a vocabulary of {vocab:,}", f"about {billions:.2g} B parameters"]
     lines = [f"{source}: {', '.join(facts)}", "Drafts may be chains only." if chains else "Drafts may be chains and trees.", ""]
-    found = pair_for(source, config)
+    found, specs = pair_for(source, config), ["suffix", "prompt-lookup"]
+    if found is not None and fits(found, billions):
+        specs.insert(0, f"draft-model:{found.draft}")
+    if number(config, "num_nextn_predict_layers", "num_mtp_layers"):
+        lines.append("mtp                 any text; the checkpoint's own MTP layer, if transformers can read it; nothing else to download")
+        specs.insert(0, "mtp")
     lines += [*_draft_model(found, billions), "", "The same for every model, to be chosen by what is written:", *_any_model(), ""]
-    specs = [*([f"draft-model:{found.draft}"] if found is not None and fits(found, billions) else []), "suffix", "prompt-lookup"]
     measure = " ".join(["foredraft tune --target", shlex.quote(source), *(f"--drafter {spec}" for spec in specs)])
     return [*lines, f"Which is faster here: {measure}"]
 

@@ -27,6 +27,7 @@ REGISTRY = {
     "hydra": "foredraft.drafters.hydra:Hydra",
     "rnn": "foredraft.drafters.rnn:Rnn",
     "eagle3": "foredraft.drafters.eagle3:Eagle3",
+    "mtp": "foredraft.drafters.mtp:Mtp",
     "several": "foredraft.drafters.several:Several",
 }
 

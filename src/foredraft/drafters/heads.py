@@ -57,7 +57,7 @@ class HeadDrafter(LearningDrafter):
         learn: bool | str | Path | Mapping[str, Any] = False,
     ):
         source = named(source)
-        if not isinstance(source, (str, find(self.kind), type(None))):
+        if source is not None and not isinstance(source, (str, find(self.kind))):
             raise ConfigurationError(f"drafter {self.name!r} takes a {self.kind} head, a path or a name, not a {type(source).__name__}")
         check_quantization(quantization, source or "")
         self.learn = LearnOptions.of(learn)
