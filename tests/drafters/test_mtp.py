@@ -172,8 +172,10 @@ def test_what_has_no_layers_is_refused_by_name(tmp_path, short):
         Speculator(str(tmp_path), "mtp", dtype="float32")
     with pytest.raises(ConfigurationError, match="cannot be read from its checkpoint"):
         Speculator(build("glm4_moe", torch.float32), "mtp")  # made in memory
-    with pytest.raises(ConfigurationError, match="takes an MtpModel of transformers, not 'somewhere'; write 'mtp'"):
+    with pytest.raises(ConfigurationError, match="takes no source; write 'mtp' without ':somewhere'"):
         drafters.create("mtp:somewhere")
+    with pytest.raises(ConfigurationError, match="takes layers as an MtpModel of transformers, not 'somewhere'; leave layers out"):
+        drafters.create("mtp", {"layers": "somewhere"})
     layers = mtp_layers(build("llama", torch.float32))
     with pytest.raises(ConfigurationError, match="width 64 in float32, and LlamaForCausalLM has width 64 in bfloat16; make it of this"):
         Speculator(build("llama", torch.bfloat16), Mtp(layers))

@@ -28,7 +28,6 @@ from foredraft.backends.packing import Packing
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.features import FeatureDrafter
 from foredraft.drafters.growth import Expand
-from foredraft.drafters.siblings import offered
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.heads.formats.folders import dtype_name
 from foredraft.loading import name_of
@@ -46,7 +45,7 @@ VOCABULARY = 128  # of the model around the layer, whose embeddings and LM head 
 class Mtp(FeatureDrafter):
     """Options:
 
-    source: the layers as transformers' ``MtpModel``; those of the target's checkpoint unless given.
+    layers: the layers as transformers' ``MtpModel``; those of the target's checkpoint unless given.
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the layer's q, for the p/q
         rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: whichever the rule in use
         accepts best in the shape in use.
@@ -57,30 +56,26 @@ class Mtp(FeatureDrafter):
     name = "mtp"
     summary = "the MTP layer that the target's own checkpoint has, run autoregressively; chains and trees"
 
-    _layers: Any  # the MtpModel, bound
+    _layers: Any  # the MtpModel in use
     _inner: Target | None = None  # a model of that layer alone
     _packing: Packing | None = None  # of the layer's entry
 
-    def __init__(self, source: MtpModel | None = None, *, siblings: str = "auto", quantization: str | None = None):
-        if source is not None and not isinstance(source, MtpModel):
-            raise ConfigurationError(
-                f"drafter 'mtp' reads the target's own checkpoint, or takes an MtpModel of transformers, not {source!r}; write 'mtp'"
-            )
-        check_quantization(quantization, source or "")
-        self.source: Any = source
-        self.quantization, self.learn = quantization, None
-        self._offer = offered(siblings, self.auto)
-        self.info = replace(self.info, proposals=self._offer.chains)
+    def __init__(self, layers: MtpModel | None = None, *, siblings: str = "auto", quantization: str | None = None):
+        if layers is not None and not isinstance(layers, MtpModel):
+            raise ConfigurationError(f"drafter 'mtp' takes layers as an MtpModel of transformers, not {layers!r}; leave layers out")
+        check_quantization(quantization, layers or "")
+        super().__init__(siblings=siblings)
+        self.given, self.quantization = layers, quantization
 
     def bind(self, target: Target) -> None:
-        layers = layers_of(target.model) if self.source is None else checked(self.source, target.model)
-        if self.source is None and self.quantization is not None:
+        layers = layers_of(target.model) if self.given is None else checked(self.given, target.model)
+        if self.given is None and self.quantization is not None:
             quantize(layers.layers, self.quantization)
         self._target, self._layers, self._entry = target, layers, Entry(layers)
         self._inner = Target(
             model_of(layers, target.model),
-            owned=self.source is None,
-            execution="auto" if self.source is None or not target.backend.hints else "native",
+            owned=self.given is None,
+            execution="auto" if self.given is None or not target.backend.hints else "native",
             reuse_prefix=target.reuse_prefix,
             wait=target.wait,
             cache_memory=None,
@@ -93,7 +88,7 @@ class Mtp(FeatureDrafter):
             self._inner.close()
             raise UnsupportedModelError(f"drafter 'mtp' cannot use the MTP layer of {name_of(target.model)}: {why}; use another drafter")
         if self._inner.backend.hints:
-            self._packing = self._entry.packed(self._inner.backend.hints, owned=self.source is None)
+            self._packing = self._entry.packed(self._inner.backend.hints, owned=self.given is None)
         self.info = replace(self.info, draft_model=self._inner, features=(LAST,))
         self._clear()
         target.read(self.info.features, whole=True, companion=self)
