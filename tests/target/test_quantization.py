@@ -215,6 +215,22 @@ def test_products(outputs, inputs, bias, dtype):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_gets_the_same_bits_among_any_number(dtype):
+    """Of many tokens, weights are widened for a piece of their inputs at a time."""
+    inputs = 1024 + 352
+    layer = torch.nn.Linear(inputs, 100).to(dtype)
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    product, dense = Product([layer], NATIVE), layer.weight.dequantize(torch.float32)
+    x = torch.randn(300, inputs).to(dtype)
+    with torch.inference_mode():
+        alone = torch.cat([product(token[None]) for token in x])
+        for tokens in (2, 3, 7, 15, 16, 17, 32, 33, 49, 65, 300):
+            assert torch.equal(product(x[:tokens]), alone[:tokens]), tokens
+        assert_close(alone, torch.nn.functional.linear(x.float(), dense, layer.bias.float()), dtype)
+
+
+@needs_kernels
 def test_products_round_where_torchao_rounds():
     """In bfloat16 almost every number is the same; scales or sums that stayed in float32 would differ in a third of them."""
     layer = torch.nn.Linear(352, 192).to(torch.bfloat16)

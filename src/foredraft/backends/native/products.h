@@ -275,8 +275,13 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
     enum { WIDTH = BLOCKS * 16 };
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
 #ifdef TILED
-    if (m->kind == VALUES && K % TILE_INPUTS == 0) {
-        tiled(m, o, x, out, T, K, after);
+    if (K % TILE_INPUTS == 0) {
+        if (m->kind == VALUES)
+            tiled(m, o, x, out, T, K, after);
+        else if (T <= TILE_ROWS)
+            few_eights(m, o, x, out, T, K, after);
+        else
+            tiled_eights(m, o, x, out, T, K);
         return;
     }
 #endif

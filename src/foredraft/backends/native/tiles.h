@@ -134,31 +134,40 @@ INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const 
     if (second && others) tile_store(3, below + 16, row);
 }
 
+/* Widen 8-bit weights of `inputs` inputs of BLOCKS * 16 outputs, which are `block` bytes apart, to tiles; those of 16 outputs are `apart` values apart */
+INLINE void widened_tiles(const char *w, size_t block, int inputs, value *to, size_t apart) {
+    for (int k = 0; k < inputs; k += DEPTH, w += DEPTH * 16, to += DEPTH * 16)
+        for (int b = 0; b < BLOCKS; b++) i32_store(to + b * apart, eights((const int8_t *)w + b * block));
+}
+
 /* BLOCKS * 16 outputs from o on, of n <= TILE_ROWS tokens, into out [n, BLOCKS * 16]: all at once, so that weights come from four places, as memory
  * is read fastest. `after` points to the weights that are probably read next, or is null. Loads of tiles wait for few cache lines at a time, so
  * weights are prefetched. */
-static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) {
-    const size_t block = (size_t)K * 16;
-    const value *w = (const value *)m->values + o / 16 * block;
+INLINE void few_tiled(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after, int kind) {
+    enum { TILE = 16 * TILE_INPUTS };
+    const int lines = TILE * (int)SIZE(kind) / LINE;
+    const size_t block = (size_t)K * 16 * SIZE(kind), apart = kind == EIGHTS ? TILE : (size_t)K * 16;
+    const char *w = (const char *)m->values + o / 16 * block, *soon = w + AHEAD;
+    value room[kind == EIGHTS ? BLOCKS * TILE : 1];
     float sums[BLOCKS][TILE_ROWS * 16];
     tiles_begin((Rows){n, n, n, n, n, TILE_ROWS, TILE_ROWS, TILE_ROWS});
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
-    const char *soon = (const char *)w + AHEAD;
-    for (int k = 0; k < K; k += TILE_INPUTS, w += 16 * TILE_INPUTS, soon += TILE_ROWS * LINE) {
-        if (after && AHEAD >= (K - k) * 16 * (int)sizeof(value)) soon = after, after = 0;
-        for (int i = 0; i < TILE_ROWS * BLOCKS; i++)
-            __builtin_prefetch(soon + i % BLOCKS * block * sizeof(value) + i / BLOCKS * LINE, 0, INTO_L2);
+    for (int k = 0; k < K; k += TILE_INPUTS, w += TILE * SIZE(kind), soon += lines * LINE) {
+        const value *tiles = kind == EIGHTS ? room : (const value *)w;
+        if (after && AHEAD >= (K - k) * 16 * (int)SIZE(kind)) soon = after, after = 0;
+        for (int i = 0; i < lines * BLOCKS; i++) __builtin_prefetch(soon + i % BLOCKS * block + i / BLOCKS * LINE, 0, INTO_L2);
+        if (kind == EIGHTS) widened_tiles(w, block, TILE_INPUTS, room, TILE);
         tile_load(4, x + k, K * sizeof(value));
-        tile_load(5, w, 64);
+        tile_load(5, tiles, 64);
         tile_product(0, 4, 5);
-        tile_load(6, w + block, 64);
+        tile_load(6, tiles + apart, 64);
         tile_product(1, 4, 6);
-        tile_load(5, w + 2 * block, 64);
+        tile_load(5, tiles + 2 * apart, 64);
         tile_product(2, 4, 5);
-        tile_load(6, w + 3 * block, 64);
+        tile_load(6, tiles + 3 * apart, 64);
         tile_product(3, 4, 6);
     }
     tile_store(0, sums[0], 64);
@@ -167,8 +176,12 @@ static void few_tiled(const Matrix *m, int o, const value *x, value *out, int n,
     tile_store(3, sums[3], 64);
     tiles_end();
     for (int b = 0; b < BLOCKS; b++)
-        for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b) * 16, f32_add(f32_load(sums[b] + i * 16), begun(m, o + b * 16, VALUES)));
+        for (int i = 0; i < n; i++)
+            store(out + (i * BLOCKS + b) * 16, ended(f32_add(f32_load(sums[b] + i * 16), begun(m, o + b * 16, kind)), m, o + b * 16, kind));
 }
+
+static void few_values(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) { few_tiled(m, o, x, out, n, K, after, VALUES); }
+static void few_eights(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) { few_tiled(m, o, x, out, n, K, after, EIGHTS); }
 
 /* Likewise of T tokens */
 static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
@@ -189,7 +202,31 @@ static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int
         }
     }
     if (t) tiles_end();
-    if (t < T) few_tiled(m, o, x, out, T - t, K, after);
+    if (t < T) few_values(m, o, x, out, T - t, K, after);
+}
+
+/* Likewise of 8-bit weights, widened for TILE_ROWS < T <= WHOLE tokens. Between two pieces of the inputs, sums are in memory. */
+static void tiled_eights(const Matrix *m, int o, const value *x, value *out, int T, int K) {
+    enum { AT_A_TIME = 2 * TILE_ROWS, PIECE = 512, WIDTH = BLOCKS * 16 };
+    const size_t block = (size_t)K * 16;
+    value room[WIDTH * PIECE];
+    float sums[WHOLE * WIDTH];
+    int set = 0;
+    for (int k = 0; k < K; k += PIECE) {
+        const int inputs = K - k < PIECE ? K - k : PIECE;
+        widened_tiles((const char *)m->values + o / 16 * block + k * 16, block, inputs, room, 16 * PIECE);
+        for (int t = 0, n; t < T; t += n) {
+            n = T - t < AT_A_TIME ? T - t : AT_A_TIME;
+            if (n != set) pairs_begin(set = n);
+            for (int b = 0; b < BLOCKS; b += 2) {
+                const value *some = room + b * 16 * PIECE;
+                pair_of_tiles(x + (size_t)t * K + k, K, some, some + 16 * PIECE, 16 * TILE_INPUTS, inputs, sums + t * WIDTH + b * 16, WIDTH, n, k > 0);
+            }
+        }
+    }
+    tiles_end();
+    for (int t = 0; t < T; t++)
+        for (int b = 0; b < WIDTH; b += 16) store(out + t * WIDTH + b, ended(f32_load(sums + t * WIDTH + b), m, o + b, EIGHTS));
 }
 
 /* Dot products of n <= QUERIES queries with the first `count` of KEYS keys, into scores [n, KEYS]. `queries` are packed as keys are in
