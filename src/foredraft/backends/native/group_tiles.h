@@ -34,7 +34,7 @@ INLINE void tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float
         const size_t group = k / m->group, at = (size_t)o * groups + group * OUTPUTS, above = shared ? (size_t)o * shared + group / m->nested * OUTPUTS : 0;
         const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
         if (soon >= last) soon = after ? after + (soon - last) : 0, last = (const char *)UINTPTR_MAX;
-        for (size_t i = 0; soon && i < words * sizeof(*w); i += LINE, soon += LINE) __builtin_prefetch(soon);
+        for (size_t i = 0; soon && i < words * sizeof(*w); i += LINE, soon += LINE) prefetch(soon);
         for (int b = 0; b < OUTPUTS; b += 16) {
             int32_t sums[4][16 * 16];
             if (m->mins) subtract_mins(m, at + b, above + b, parts, totals + b, 1, n);

@@ -28,7 +28,14 @@
 #define CROWD 24 /* or so many that their inputs and sums and the weights of a segment fit into the L1 cache */
 #endif
 #define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
-#define SOON 4096 /* prefetch distance in bytes */
+/* Prefetch distance in bytes, and into which cache: with AVX-512, loads into the L1 cache wait for the few that it can have under way */
+#ifdef __AVX512F__
+#define SOON 8192
+#define prefetch(p) __builtin_prefetch(p, 0, INTO_L2)
+#else
+#define SOON 4096
+#define prefetch(p) __builtin_prefetch(p)
+#endif
 #define HALF 0 /* dtypes of scales: float16, BRAIN bfloat16, SINGLE float32, BYTE int8 times a float16 of `over` */
 #define BRAIN 1
 #define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight in a word; of 6-bit weights the lower ones */
@@ -354,7 +361,7 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
         const uint32_t *w = words + c * 16;
         const given *x_k = x;
         for (int k = 0; k < steps; k += count, w += WORDS_OF(kind, count) * OUTPUTS, x_k += count) {
-            for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) __builtin_prefetch(soon);
+            for (int i = 0; soon && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE, soon += LINE) prefetch(soon);
             if (WORDS_STAY(kind, n)) {
                 for (int b = 0; b < ABREAST(n); b++) {
                     const i32 some = i32_kept(i32_load(w + b * 16));
