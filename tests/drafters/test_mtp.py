@@ -16,7 +16,7 @@ from transformers.cache_utils import MtpCache
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError, drafters
 from foredraft.cli.suggest import suggest
-from foredraft.drafters.mtp import Mtp, model_of
+from foredraft.drafters.mtp import Mtp, layers_of, model_of
 from foredraft.target import Target
 
 CHECKPOINTS = ["deepseek_v3", "glm4_moe", "glm4_moe_lite"]
@@ -70,7 +70,7 @@ def assert_as_transformers(model, layers, calls) -> None:
                 torch.testing.assert_close(logits[row, node - first], expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
 
-MODELS = ["deepseek_v3", "glm4_moe", "llama", "gemma3", "mellum"]  # the last two with a window
+MODELS = ["deepseek_v3", "glm4_moe", "llama", "gemma3", "mellum", "granite"]  # the fourth and the fifth with a window
 SHAPES = ["chain(3)", "product(2,2,1)", "dynamic(depth=3,k=2,total=4)"]
 
 
@@ -177,10 +177,19 @@ def test_what_has_no_layers_is_refused_by_name(tmp_path, short):
     with pytest.raises(ConfigurationError, match="takes layers as an MtpModel of transformers, not 'somewhere'; leave layers out"):
         drafters.create("mtp", {"layers": "somewhere"})
     layers = mtp_layers(build("llama", torch.float32))
-    with pytest.raises(ConfigurationError, match="width 64 in float32, and LlamaForCausalLM has width 64 in bfloat16; make it of this"):
-        Speculator(build("llama", torch.bfloat16), Mtp(layers))
-    with pytest.raises(ConfigurationError, match="width 64 in float32, and LlamaForCausalLM has width 32"):
-        Speculator(tiny(), Mtp(layers))
+    for model, had in ((build("llama", torch.bfloat16), "width 64 in bfloat16"), (tiny(), "width 32 in float32")):
+        with pytest.raises(
+            ConfigurationError, match=rf"LlamaDecoderLayer of width 64 in float32 on cpu, and .* {had} on cpu; make it of this"
+        ):
+            Speculator(model, Mtp(layers))
+    with pytest.raises(ConfigurationError, match=r"has LlamaDecoderLayer .*Glm4MoeDecoderLayer of width 64"):
+        Speculator(build("glm4_moe", torch.float32), Mtp(layers))
+    with pytest.raises(ConfigurationError, match="leave quantization or layers out"):
+        Mtp(layers, quantization="int8")
+    model = build("glm4_moe", torch.float32)
+    model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 96).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigurationError, match=r"keeps weights in eight-bit floats.*load it in bfloat16"):
+        layers_of(model)
 
 
 def test_a_model_that_reads_more_than_text_is_refused():
@@ -190,7 +199,7 @@ def test_a_model_that_reads_more_than_text_is_refused():
     )
     layers = mtp_layers(tiny())
     with pytest.raises(ConfigurationError, match=r"takes language models, and .* reads more than text"):
-        model_of(layers, model)
+        model_of(layers, layers.layers[0], model)
 
 
 def test_a_layer_that_cannot_draft_for_its_target_is_refused(monkeypatch):
@@ -203,15 +212,45 @@ def test_a_layer_that_cannot_draft_for_its_target_is_refused(monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_closing_gives_the_layers_back():
+@pytest.mark.parametrize("execution", ["eager", "native"])
+def test_layers_that_are_handed_in_are_copied(execution):
+    """What becomes of them changes no draft, and drafting changes nothing about them."""
     model = build("llama", torch.float32)
     layers = mtp_layers(model)
+    layers.layers.requires_grad_(True).train()
     before = {name: weight.clone() for name, weight in layers.layers.state_dict().items()}
-    with closing(Speculator(model, Mtp(layers), execution="native", self_test=False)) as speculator:
-        assert speculator.drafter._packing is not None and "forward" in vars(layers.layers[0].eh_proj)
-        assert speculator.drafter._layers is layers
-    assert not any("forward" in vars(module) for module in (*layers.modules(), *model.modules()))
+    speculator = Speculator(model, Mtp(layers), execution=execution, shape="chain(3)", self_test=False)
+    assert (speculator.drafter._packing is not None) == (execution == "native")
+    assert not any("forward" in vars(module) for module in layers.layers.modules())
+    assert all(weight.requires_grad for weight in layers.layers.parameters()) and all(module.training for module in layers.layers.modules())
     assert all(torch.equal(weight, before[name]) for name, weight in layers.layers.state_dict().items())
+    row = prompts((12,), vocabulary=99)[0]
+    with torch.no_grad():
+        layers.layers.to(torch.bfloat16)
+    assert generate(speculator, [row], max_new_tokens=8) == [alone(model, row, max_new_tokens=8)]
+    speculator.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("execution", ["eager", "native"])
+def test_a_target_that_changes_its_dtype_is_drafted_for(execution):
+    model, row = build("llama", torch.float32), prompts((12,), vocabulary=99)[0]
+    with closing(Speculator(model, Mtp(mtp_layers(model)), execution=execution, shape="chain(3)", self_test=False)) as speculator:
+        generate(speculator, [row], max_new_tokens=8)
+        model.to(torch.bfloat16)
+        found = generate(speculator, [row], max_new_tokens=8)
+    with closing(Speculator(model, "none", execution=execution, self_test=False)) as plain:
+        assert found == generate(plain, [row], max_new_tokens=8)
+
+
+def test_layers_may_have_been_made_with_another_attention(calls):
+    model, row = build("llama", torch.float32), prompts((12,), vocabulary=99)[0]
+    model.set_attn_implementation("eager")
+    layers = mtp_layers(model)
+    model.set_attn_implementation("sdpa")
+    speculator = Speculator(model, Mtp(layers), execution="eager", shape="product(2,2)")
+    assert generate(speculator, [row], max_new_tokens=8) == [alone(model, row, max_new_tokens=8)]
+    assert_as_transformers(model, mtp_layers(model), calls[-2:])
 
 
 def test_suggest_names_it_where_the_configuration_has_such_layers(tmp_path):

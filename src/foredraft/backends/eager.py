@@ -114,8 +114,7 @@ class ModelCall:
                 only = self.ranges.only(part.begin, part.end, part.states) if part.skip is None else self.sublayers.left_out(part.skip)
                 passing = overrides.enter_context(only)
                 called = self.model if part.logits else self.model.base_model
-                entered = {"input_ids": tokens} if part.begin or part.states is None else {"inputs_embeds": part.states}
-                output = called(**entered, use_cache=True, **arguments, **{self._cache_arguments[called]: cache})
+                output = called(input_ids=tokens, use_cache=True, **arguments, **{self._cache_arguments[called]: cache})
                 return PassOutput(output.logits if part.logits else output[0], passing.found)
             if self.decoder is not None:
                 seen = None if where is None else where.keys

@@ -1,9 +1,11 @@
-"""What drafters have in common that keep keys and values of their own, made from the target's hidden states: EAGLE-3, MTP layers.
+"""Base of drafters with keys and values of their own, made from the target's hidden states: EAGLE-3, MTP layers.
 
-Of every committed token their layer keeps keys and values, made from the target's features, never from its own guesses: after a round they
-are made from the hidden states that verification came by anyway, when the next draft begins. A draft is written behind them, level by
-level in one pass each, and forgotten. The step that stands at position t reads the features at t and the token at t + 1. So texts that
-have n + 1 tokens in common share n steps, and the target, which reuses no longer beginning, hands out the features behind these.
+For every committed token, their layer keeps keys and values that are made from the target's features, never from its own guesses. The
+target computes these features in verification anyway; when the next draft begins, the layer reads those that are new. A draft is written
+behind them, level by level in one pass each, and then forgotten.
+
+The step at position t reads the features at t and the token at t + 1. So texts that share n + 1 tokens share n steps. The target then
+reuses no more than these n tokens, and returns the features of all tokens after them.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Unread:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of every row that are not in the cache yet: ``tokens`` ``[R, n]`` and ``features`` ``[R, n, F * d]``, of row r the first
-    ``counts[r]`` real, for the ``window`` of the cache."""
+    """The steps of every row that are not in the cache yet: ``tokens`` ``[R, n]`` and ``features`` ``[R, n, F * d]``, and where they go,
+    the ``window`` of the cache. Of row r, the first ``counts[r]`` steps are real, and the others are padding."""
 
     tokens: Tensor
     features: Tensor
@@ -227,7 +229,7 @@ class FeatureDrafter(HeadDrafter):
         return self._states.gather(1, tree.parents[:, first:, None].expand(tree.rows, count, self._states.shape[-1])), window
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        """Takes the target's features along what was kept; they are read when a draft needs them."""
+        """Stores the target's features of the accepted tokens; they are read when the next draft begins."""
         hidden, path, most = feedback.hidden, feedback.path, max(feedback.accepted) + 1
         assert hidden is not None
         if path is None:

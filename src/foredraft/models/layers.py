@@ -96,16 +96,26 @@ class LayerRanges:
 
     @contextmanager
     def only(self, begin: int, end: int, given: Tensor | None = None, aside: Collection[int] = ()) -> Iterator[Passing]:
-        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive) except those ``aside``, on ``given`` if there are
-        layers below."""
+        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive) except those ``aside``. The first one reads
+        ``given``, which must be there if there are layers below."""
         self._span, self._passing = (begin, end), Passing(given)
         modules, kept = self.layers._modules, dict(self.layers._modules)
+        hook = None
+        if begin == 0 and given is not None:
+            hook = self.layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         try:
             modules.update({str(index): each for index, each in enumerate(self._asides) if not begin <= index < end or index in aside})
             yield self._passing
         finally:
             modules.update(kept)
             self._passing.given = None
+            if hook is not None:
+                hook.remove()
+
+    def _enter(self, layer: nn.Module, args: Any, named: Any) -> Any:
+        """The arguments of the first layer, with ``given`` for the embeddings."""
+        given = self._passing.given
+        return ((given, *args[1:]), named) if args else (args, {**named, "hidden_states": given})
 
     def read_out(self, states: Tensor) -> Tensor:
         """``[n, V]`` logits from outputs ``states`` ``[n, d]`` of any layer, by the model's final norm, LM head, scaling and caps."""

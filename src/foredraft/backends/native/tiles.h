@@ -79,8 +79,9 @@ static void tiles_with(const Rows rows, int row) {
 #define tile_zero(i) _tile_zero(i)
 #define tile_load(i, p, stride) \
     do { \
-        __asm__ volatile("" : : : "memory"); /* nor that this is */ \
+        __asm__ volatile("" : : : "memory"); /* nor that this is: neither stores before it */ \
         _tile_loadd(i, p, stride); \
+        __asm__ volatile("" : : : "memory"); /* nor those after it may pass it */ \
     } while (0)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_product(sum, inputs, weights) _tile_dpbf16ps(sum, inputs, weights)
