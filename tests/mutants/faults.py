@@ -583,7 +583,7 @@ FAULTS = [
     Fault("mtp.py", "states = self._root(request.rows) if", "states = self._states if first else self._root(request.rows) if", MTP),
     Fault("mtp.py", "quantize(layer, self.quantization)", "quantize(layers, self.quantization)", MTP),
     Fault("mtp.py", "            module.config = made.config\n", "            pass\n", MTP),
-    Fault("mtp.py", "states.to(dtype))", "states)", MTP),
+    Fault("mtp.py", "states.to(self._target.model.dtype)", "states", MTP),
     Fault("layers.py", "if begin == 0 and given is not None:", "if False:", MTP),
     Fault("target.py", "compact(self.cache, keep, share=self.reuse_prefix)", "compact(self.cache, keep, share=True)", PAGED),
     Fault("paged_cache.py", "row, text in enumerate(live) if share else ():", "row, text in enumerate(live):", PAGED),
