@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from foredraft.drafters.mtp import described
 
-@contextmanager
-def known(model: Any) -> Any:
+
+def known(model: Any) -> AbstractContextManager[None]:
     """Inside, transformers takes ``model`` for one that has an MTP layer."""
-    config = model.config
-    kinds = (getattr(config, "layer_types", None) or ["full_attention"])[:1]
-    added = {"num_mtp_layers": 1, "mtp_layer_types": kinds, "mtp_mlp_layer_types": ["sparse"]}
-    before = {name: getattr(config, name) for name in added if hasattr(config, name)}
-    try:
-        for name, value in added.items():
-            setattr(config, name, value)
-        yield
-    finally:
-        for name in added:
-            if name in before:
-                setattr(config, name, before[name])
-            else:
-                delattr(config, name)
+    kinds = (getattr(model.config, "layer_types", None) or ["full_attention"])[:1]
+    return described(model.config, {"num_mtp_layers": 1, "mtp_layer_types": kinds, "mtp_mlp_layer_types": ["sparse"]})
 
 
 def mtp_layers(model: Any, amount: float = 0.3, seed: int = 11) -> MtpModel:

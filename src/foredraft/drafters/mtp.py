@@ -204,10 +204,10 @@ def checked(layers: MtpModel, model: PreTrainedModel) -> MtpModel:
     made = type(layer.mtp_block).__name__, len(weight), dtype_name(weight.dtype), str(weight.device)
     wanted = type(last).__name__, width, dtype_name(model.dtype), str(model.device)
     if made != wanted:
-        described = "{} of width {} in {} on {}"
+        form = "{} of width {} in {} on {}"
         raise ConfigurationError(
-            f"the MtpModel has {described.format(*made)}, and {name_of(model)} {described.format(*wanted)}; make it of this model, and "
-            "convert it with layers.to(dtype)"
+            f"the MtpModel has {form.format(*made)}, and {name_of(model)} {form.format(*wanted)}; make it of this model, and convert it "
+            "with layers.to(dtype)"
         )
     return layers
 
@@ -222,9 +222,10 @@ def described(config: Any, given: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for name in given:
-            delattr(config, name)
-        for name, value in before.items():
-            setattr(config, name, value)
+            if name in before:
+                setattr(config, name, before[name])
+            else:
+                delattr(config, name)
 
 
 def model_of(layers: MtpModel, layer: Any, model: PreTrainedModel) -> PreTrainedModel:
