@@ -37,7 +37,7 @@ VLLM, OPENVINO = "vllm plain", "openvino"
 DTYPE, BITS = "bfloat16", "q4_0"
 PROMPTS, PROMPT, COPIED = 2, 48, 96  # of a scenario; tokens of a prompt, and of one that is copied from
 ROWS = 16
-LONG, LONG_REPEATS = 1024, 2  # tokens of a prompt that nobody warms up with, and how often it is read
+LONG, LONG_REPEATS = 1024, 2  # tokens of a prompt that is read at the end, and how often after a warm-up
 SECONDS = 1.0  # of passes of one size, in a turn
 # Least, or most, by whether the shape has experts.
 OVER, SHARE = {False: 1.3, True: 1.2}, {False: 0.8, True: 0.7}
@@ -174,10 +174,12 @@ class FamilyBlock(Block):
         super()._warm_up([cell for cell in calls if len(cell.ids[0]) < LONG])
 
     def _measure(self, name: str, cell: Cell, repeat: int) -> None:
-        """Long prompts last: whoever takes too long for them has made its other calls."""
+        """Long prompts last, their warm-ups too: whoever takes too long for them has made its other calls."""
         if len(cell.ids[0]) < LONG:
             super()._measure(name, cell, repeat)
         elif repeat == self.repeats - 1:
+            with self._attempt(name, "warm-up"):
+                self._ask(name, cell.ids, cell.tokens, cell.temperature)
             for again in range(LONG_REPEATS):
                 if name in self.at:
                     super()._measure(name, cell, again)
@@ -286,7 +288,7 @@ class Families(PeerSuite[Settings]):
             f"Methods, each in a process and environment of its own: {sides(self) or 'none started'}.",
             f"Shapes {', '.join(settings.targets)} with random weights; {DTYPE}, and so the cache; greedy, {settings.tokens} new tokens a "
             f"row, end of text ignored, {settings.repeats} repeats in turns after a warm-up, {settings.threads} threads. Prompts of {LONG} "
-            f"tokens and more are read {LONG_REPEATS} times at the end, without a warm-up.",
+            f"tokens and more are read at the end, {LONG_REPEATS} times after a warm-up.",
             "Random weights soon repeat one token; such text needs the same experts in every pass, and every lookup guesses it. So the "
             f"output embeddings of {families_shapes.WALK} tokens are set so that each is by far the likeliest behind the one before, and "
             f"attention writes {families_shapes.SHARE:g} of what it would, experts {families_shapes.OF_EXPERTS:g}. Plain text begins with "

@@ -32,7 +32,8 @@ from foredraft.loading import load_tokenizer
 
 READ = 400 << 20  # bytes of the large read
 READS = 3  # at a time, after one that wakes the threads; their median counts
-SOME = 16  # tokens of a prompt that is read before each call, so that caches hold what the method needs and not what the one before needed
+# Tokens that a method reads and writes before each call: caches then hold what it needs, not what the one before needed.
+SOME, FEW = 16, 4
 REST = 0.03  # seconds between calls, for whatever the last one left to the system
 CURVE_REPEATS = 3
 
@@ -309,7 +310,7 @@ class Block:
     def _measure(self, name: str, cell: Cell, repeat: int) -> None:
         method, key = self.at[name]
         with self._attempt(name, "measurement"):
-            self._ask(name, [row[:SOME] for row in cell.ids], 1, cell.temperature)
+            self._ask(name, [row[:SOME] for row in cell.ids], FEW, cell.temperature)
             if method.fresh:
                 self._forget([name])
             time.sleep(REST)

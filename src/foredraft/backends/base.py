@@ -33,6 +33,7 @@ class ForwardPass:
         keep: the one node per row whose logits are wanted, in the prefill of prompts; None for all nodes.
         prompts: how many nodes of each row, from the first on, are of a prompt that plain decoding would read in one pass; None for none.
         part: the layers that are run; None for all of them.
+        ends: a prompt ends in this pass. If not, nobody reads its logits, and backends may leave them out.
     """
 
     tree: TokenTree
@@ -41,6 +42,7 @@ class ForwardPass:
     keep: Sequence[int] | None = None
     prompts: Sequence[int] | None = None
     part: Part | None = None
+    ends: bool = True
 
     @property
     def uniform_chain(self) -> bool:

@@ -312,6 +312,7 @@ class Direct:
         keep: Sequence[int] | None,
         features: Features | None = None,
         part: Part | None = None,
+        ends: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """``[R, nodes, V]`` logits after ``tokens`` ``[R, nodes]``, or those of node ``keep[r]`` of each row alone, ``[R, 1, V]``; and the
         hidden states ``features`` ``[R, nodes, F * d]``, those of ``keep`` alone unless they are wanted for the whole text.
@@ -320,6 +321,7 @@ class Direct:
             context: positions that the model knows.
             tree: the positions of its nodes, and their mask ``[R or 1, 1, nodes, width]``; None for chains.
             part: the layers that are run; the hidden states are then those of :class:`~foredraft.backends.base.PassOutput`.
+            ends: as in :class:`~foredraft.backends.base.ForwardPass`; if not, there are no logits, ``[R, 0, 0]``.
         """
         places = Places(window, ragged=tree is None)
         whole = places.count == tokens.numel()
@@ -358,9 +360,11 @@ class Direct:
         if part is not None:
             below = states if part.skip is not None else x[0] if part.end < len(self.decoder.kernels) else None
             return spread(self.logits(hidden[None])[0] if part.logits else hidden), None if below is None else spread(below)
-        logits: Tensor = self.logits(hidden[None] if last is None else hidden[None, last])[0]
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
+        if not ends:
+            return hidden.new_empty(window.rows, 0, 0), states
+        logits: Tensor = self.logits(hidden[None] if last is None else hidden[None, last])[0]
         return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states
 
 

@@ -558,7 +558,8 @@ class Target(Passes):
             window = Window(row, last, starts, width, counts=tuple(counts))
             keep = None if seen else [count - 1 for count in counts]
             users = [max(0, min(count, own - start)) for count, own, start in zip(counts, given or map(len, prompts), starts)]
-            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=keep, prompts=users))
+            ends = seen is not None or starts[0] + counts[0] == len(prompts[0])
+            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=keep, prompts=users, ends=ends))
             self.commit(None, counts)
             if seen is not None:
                 seen(starts[0], logits[0])
