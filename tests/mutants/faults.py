@@ -418,9 +418,7 @@ FAULTS = [
     Fault("page_stores.py", "return not self.pool.waits and bool(self.layers)", "return bool(self.layers)", HANDED),
     Fault("kernel_pass.py", "if tensor is not before:", "if before is None:", DESCRIBED),
     Fault("admission.py", " and type(pools[0]) is PagePool", "", STATE_PAGES),
-    Fault(
-        "described_pass.py", "functional.embedding(ids[None], embedding.weight)", "embedding.weight.index_select(0, ids)[None]", DESCRIBED
-    ),
+    Fault("described_pass.py", "functional.embedding(ids, embedding.weight)", "embedding.weight.index_select(0, ids)", DESCRIBED),
     Fault("native_growth.py", "if not direct.decoder.embedded.tokens:", "if False:", DESCRIBED),
     Fault("kernel_pass.py", 'getattr(self.model, "final_logits_bias", None)', 'self.model._buffers.get("final_logits_bias")', DESCRIBED),
     Fault("torchao_files.py", "groups = [outputs // rows,", "groups = [outputs,", PACKERS),

@@ -22,7 +22,7 @@ from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TokenTree, caching, zoo
 from foredraft.backends import native, packing
-from foredraft.backends.kernel_pass import NativeModel, NativePass
+from foredraft.backends.kernel_pass import Direct, NativeModel, NativePass
 from foredraft.backends.packing import HINTS
 from foredraft.backends.products import NATIVE, Product, blocked, unblocked
 from foredraft.target import Target
@@ -162,7 +162,7 @@ def test_rows_pay_for_their_own_nodes(dtype, always, monkeypatch):
     chain = TokenTree.from_chain(tokens, valid=torch.arange(6) < counts[:, None])
     computed = []
     run_over = NativeModel.run_over
-    monkeypatch.setattr(NativeModel, "run_over", lambda self, x, *rest: computed.append(x.shape[1]) or run_over(self, x, *rest))
+    monkeypatch.setattr(NativeModel, "run_over", lambda self, x, *rest: computed.append(len(x)) or run_over(self, x, *rest))
     found = []
     for target in (plain, kernels):
         target.open(texts)
@@ -211,16 +211,20 @@ def test_whoever_asks_a_configuration_for_inner_outputs_is_given_them(always, as
 
 @needs_kernels
 @torch.inference_mode()
-def test_a_long_prompt_in_chunks_and_a_cache_that_grows(always):
+def test_a_long_prompt_in_chunks_and_a_cache_that_grows(always, monkeypatch):
+    """Logits are computed after its last token alone."""
     text = [(11 * i * i + 5 * i) % 100 for i in range(400)]
-    found = []
+    found, read, logits = [], [], Direct.logits
+    monkeypatch.setattr(Direct, "logits", lambda self, hidden: read.append(len(hidden)) or logits(self, hidden))
     for execution in ("eager", "native"):
         target = Target(build("llama", torch.float32), execution=execution, owned=True, prefill_chunk=150)
+        read.clear()  # of the self-test
         target.open([text])
         steps = [target.prefill([text], first=0)]
         steps += [target.advance(torch.tensor([token])) for token in range(5)]
         found.append(torch.stack(steps))
     assert_close(found[1], found[0], torch.float32)
+    assert read == [1] * 6
 
 
 @needs_kernels

@@ -140,9 +140,9 @@ def mixed(model, x):
     decoder, cache, window = vars(model.model)["forward"], TreeCache(), Window(0, 1, (0,), len(x))
     cache.open([0])
     cache.enter(window)
-    part, out = Part(0, 1, skip=SkipSet(attention=(0,))), x[None].clone()
-    decoder.run_over(out, torch.arange(len(x))[None], None, None, cache, Places(window, ragged=False), None, part)
-    return out[0]
+    part, out = Part(0, 1, skip=SkipSet(attention=(0,))), x.clone()
+    decoder.run_over(out, torch.arange(len(x)), None, None, cache, Places(window, ragged=False), None, part)
+    return out
 
 
 @torch.inference_mode()

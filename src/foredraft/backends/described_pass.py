@@ -168,9 +168,9 @@ class DescribedModel(NativeModel):
         embedding = self._embedding
         # What the class does, with fewer calls.
         if type(embedding) is nn.Embedding and embedding.max_norm is None:
-            found = functional.embedding(ids[None], embedding.weight)
+            found = functional.embedding(ids, embedding.weight)
         else:
-            found = embedding(ids[None])
+            found = embedding(ids[None])[0]
         return found if self._multiplier == 1.0 else found * self._multiplier
 
     def finished(self, logits: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class DescribedModel(NativeModel):
         if self.by_position:
             angles, at = [self._table(number, window.width) for number in range(len(self.kinds))], positions.contiguous()
         else:
-            made = [angles_of(self.base, self.family, kind, x, positions.reshape(1, -1)) for kind in self.kinds]
+            made = [angles_of(self.base, self.family, kind, x, positions[None]) for kind in self.kinds]
             angles, at = [self._read(each) for each in made], torch.arange(positions.numel())
         self._enter(about, cache, angles)
         about.places, about.beside = at.data_ptr(), (at, about.beside)
@@ -273,12 +273,12 @@ class DescribedModel(NativeModel):
         cache.enter(window)
 
         def run(x: Tensor, part: Part | None) -> Tensor:
-            return self.run_over(x, positions[None], None, None, cache, Places(window, ragged=False), None, part)
+            return self.run_over(x, positions, None, None, cache, Places(window, ragged=False), None, part)
 
         for index in range(len(self.layers)):
-            x = given[index].reshape(1, count, -1).clone()
+            x = given[index].reshape(count, -1).clone()
             run(x, Part(index, index + 1))
-            before, wanted = (each.reshape(1, count, -1).float() for each in (given[index], made[index]))
+            before, wanted = (each.reshape(count, -1).float() for each in (given[index], made[index]))
             allowed = ROUNDING[dtype] * (wanted - before).abs().max()
             off = worst(((x.float() - wanted).abs() - LAST_BIT[dtype] * wanted.abs()).clamp(min=0), dtype, routed=routed)
             if not bool(off <= allowed):

@@ -172,8 +172,8 @@ class Eager(Backend):
         self.cache.enter(window)
         if direct is not None:
             tree_inputs, context = self._masked(given), self.facts.context
-            how = {"features": self.features, "part": given.part, "ends": given.ends}
-            found = PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, **how))
+            made = direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part, given.ends)
+            found = PassOutput(*made)
             self.touched = None if given.part is not None else direct.decoder.touched
             return found
         self.touched = None

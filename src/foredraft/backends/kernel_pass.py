@@ -97,7 +97,7 @@ class NativePass:
         return cache.scratch
 
     def of(self, layer: Kernel, x: Tensor, window: Window, places: Places | None = None) -> native.Pass:
-        """For ``x`` ``[rows, nodes, hidden]``, or ``[1, tokens, hidden]`` in ``places``."""
+        """For ``x`` ``[n, hidden]`` in ``places``: unless given, the same number of tokens for each row."""
         about, places = self.about, places or Places(window, ragged=False)
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
         about.tokens, about.nodes = places.count, places.nodes
@@ -201,7 +201,7 @@ class NativeModel(Override):
         return logits
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """``[1, n, hidden]`` input embeddings of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
+        """``[n, hidden]`` input embeddings of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
         raise TypeError(f"{type(self).__name__} must define embed")
 
     def run_over(
@@ -215,9 +215,9 @@ class NativeModel(Override):
         states: native.States | None = None,
         part: Part | None = None,
     ) -> Tensor:
-        """The last hidden states for embeddings ``x``, after the final norm; ``x`` is overwritten with those before it. Shapes are those of
-        :meth:`NativePass.of`. ``where`` has the positions of a tree, ``states`` says which other hidden states to write where, ``part``
-        which layers to run."""
+        """The last hidden states ``[n, hidden]``, after the final norm, for embeddings ``x`` ``[n, hidden]`` at ``positions`` ``[n]``.
+        ``x`` is overwritten with those before the norm. ``where`` has the positions of a tree, ``states`` says which other hidden states to
+        write where, ``part`` which layers to run."""
         window = cache.window
         assert window is not None
         keys, values = self.held(cache, x)
@@ -281,6 +281,7 @@ class Direct:
         return getattr(self.model, "final_logits_bias", None)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, V]`` for the last hidden states ``[n, hidden]``."""
         found, bias = self.head(hidden), self.bias
         if bias is None and not self.decoder.finishes:
             return found
@@ -338,8 +339,8 @@ class Direct:
         if part is None or part.states is None:
             x = self.decoder.embed(ids, positions)
         else:
-            x = part.states.reshape(1, len(tokens) * window.nodes, -1)
-            x = x.clone() if whole else x[:, index]
+            x = part.states.flatten(0, 1)
+            x = x.clone() if whole else x[index]
         states, read, wanted = None, None, features.numbers if features is not None and part is None else ()
         if part is not None and part.skip is not None:
             wanted = (part.skip.first,)
@@ -347,7 +348,7 @@ class Direct:
             states = x.new_empty(places.count, len(wanted) * x.shape[-1])
             numbers = (ctypes.c_int64 * len(wanted))(*wanted)
             read = native.States(len(wanted), ctypes.addressof(numbers), states.data_ptr())
-        hidden = self.decoder.run_over(x, positions[None], where, mask, cache, places, read, part)[0]
+        hidden = self.decoder.run_over(x, positions, where, mask, cache, places, read, part)
         last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
 
         def spread(found: Tensor) -> Tensor:
@@ -358,13 +359,13 @@ class Direct:
             return spread.view(window.rows, window.nodes, -1)
 
         if part is not None:
-            below = states if part.skip is not None else x[0] if part.end < len(self.decoder.kernels) else None
-            return spread(self.logits(hidden[None])[0] if part.logits else hidden), None if below is None else spread(below)
+            below = states if part.skip is not None else x if part.end < len(self.decoder.kernels) else None
+            return spread(self.logits(hidden) if part.logits else hidden), None if below is None else spread(below)
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
         if not ends:
             return hidden.new_empty(window.rows, 0, 0), states
-        logits: Tensor = self.logits(hidden[None] if last is None else hidden[None, last])[0]
+        logits = self.logits(hidden if last is None else hidden[last])
         return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states
 
 

@@ -226,7 +226,7 @@ class SourcedModel(NativeModel):
         cache.open([0])
         cache.enter(Window(0, 1, (0,), TRIED))
         own = self(input_ids=ids[None], encoder_hidden_states=states, use_cache=False).last_hidden_state
-        return self.run_over(self.embed(ids, positions), positions[None], None, None, cache), own * self.scale
+        return self.run_over(self.embed(ids, positions), positions, None, None, cache)[None], own * self.scale
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         ids, positions, like = ids.contiguous(), positions.contiguous(), self.base.embed_tokens.weight
@@ -234,7 +234,7 @@ class SourcedModel(NativeModel):
         for what, given, table in tables:
             if table is not None and not 0 <= int(given.min()) <= (most := int(given.max())) < len(table):
                 raise IndexError(f"{what} {most} lies beyond the decoder's table of {len(table)}")
-        out = like.new_empty(1, len(ids), like.shape[1])
+        out = like.new_empty(len(ids), like.shape[1])
         self.kernels[0].library.embed(self.embedded, ids.data_ptr(), positions.data_ptr(), out.data_ptr(), len(ids))
         return out
 
