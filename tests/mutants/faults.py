@@ -167,6 +167,9 @@ FAULTS = [
     Fault("gguf.py", "blocks[:, :, 0].double() - 128)", "blocks[:, :, 0].double() - 127)", GROUPED_EXPERTS),
     Fault("gguf.py", "torch.stack(list(parts), 2).flatten(1, 2) if alternating else", "", GROUPED_EXPERTS),
     Fault("gguf.py", '"truncate": False', '"truncate": True', GROUPED_EXPERTS),
+    Fault(
+        "gguf.py", '{"gate": data[:, :inner], "up": data[:, inner:]}', '{"up": data[:, :inner], "gate": data[:, inner:]}', GROUPED_EXPERTS
+    ),
     Fault("rules.h", "if (one != one) return -1;", "", CHOICES),
     Fault("rules.h", "if (one > best) best = one,", "if (one >= best) best = one,", CHOICES),
     Fault("rules.h", "return best < __builtin_inff() ? found : -1;", "return found;", CHOICES),
@@ -660,6 +663,8 @@ FAULTS = [
     Fault("layer.c", "f32_of(-0.284496736f)", "f32_of(-0.2845f)", SOURCED),
     Fault("growth.h", "embed(&g->embedded, tokens, places,", "embed(&g->embedded, tokens, tokens,", SOURCED),
     Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
+    Fault("kernel_pass.py", "if not ends:", "if False:", KERNELS),
+    Fault("target.py", "starts[0] + counts[0] == len(prompts[0])", "starts[0] == len(prompts[0])", KERNELS),
     Fault("kernel_pass.py", "found if bias is None else found + bias", "found", SOURCED),
     Fault("layer.c", "norm.kind & PLUS_ONE ? 1.0f : 0.0f", "0.0f", DESCRIBED),
     Fault("layer.c", "norm.bias || norm.kind & CENTRED", "norm.bias", DESCRIBED),

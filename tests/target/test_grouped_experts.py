@@ -349,8 +349,9 @@ def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
 
 
-def gguf_file(folder, kinds, change=lambda name: True, name="qwen3_moe"):
-    """A model as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down; and the model it stands for."""
+def gguf_file(folder, kinds, change=lambda name: True, name="qwen3_moe", fused=False):
+    """A model as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down, the first two ``fused`` or not; and the
+    model it stands for."""
     gguf = pytest.importorskip("gguf")
     sizes = {"intermediate_size" if name == "gpt_oss" else "moe_intermediate_size": 256, "hidden_size": 256, "num_hidden_layers": 2}
     model = made(name, torch.float32, **sizes)
@@ -393,7 +394,14 @@ def gguf_file(folder, kinds, change=lambda name: True, name="qwen3_moe"):
         layer, last = f"{key}.".split(".")[2], "bias" if key.endswith("_bias") else "weight"
         rows = tensor.transpose(1, 2) if name == "gpt_oss" and key.endswith(("gate_up_proj", "experts.down_proj")) else tensor
         if "gate_up_proj" in key:
-            for kind, which, part in zip(kinds, ("gate", "up"), (rows[:, ::2], rows[:, 1::2]) if name == "gpt_oss" else rows.chunk(2, 1)):
+            parts = (rows[:, ::2], rows[:, 1::2]) if name == "gpt_oss" else rows.chunk(2, 1)
+            if fused:
+                both = torch.cat(parts, 1)
+                keep(f"blk.{layer}.ffn_gate_up_exps.{last}", both, None if last == "bias" else kinds[0])
+                for part, half in zip(parts, both.chunk(2, 1)):
+                    part.copy_(half)
+                continue
+            for kind, which, part in zip(kinds, ("gate", "up"), parts):
                 keep(f"blk.{layer}.ffn_{which}_exps.{last}", part, None if last == "bias" else kind)
         elif "experts.down_proj" in key:
             keep(f"blk.{layer}.ffn_down_exps.{last}", rows, None if last == "bias" else kinds[2])
@@ -408,18 +416,20 @@ def gguf_file(folder, kinds, change=lambda name: True, name="qwen3_moe"):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "name"),
+    ("kinds", "name", "fused"),
     [
-        (("Q4_0",) * 3, "qwen3_moe"),
-        (("Q4_K", "Q4_K", "Q6_K"), "qwen3_moe"),
-        (("Q5_1", "Q5_1", "Q8_0"), "qwen3_moe"),
-        (("Q4_0", "Q8_0", "Q4_1"), "qwen3_moe"),
-        (("MXFP4",) * 3, "gpt_oss"),
-        (("Q5_1", "MXFP4", "Q8_0"), "gpt_oss"),
+        (("Q4_0",) * 3, "qwen3_moe", False),
+        (("Q4_0",) * 3, "qwen3_moe", True),
+        (("Q4_K", "Q4_K", "Q6_K"), "qwen3_moe", False),
+        (("Q5_1", "Q5_1", "Q8_0"), "qwen3_moe", False),
+        (("Q4_0", "Q8_0", "Q4_1"), "qwen3_moe", False),
+        (("MXFP4",) * 3, "gpt_oss", False),
+        (("MXFP4",) * 3, "gpt_oss", True),
+        (("Q5_1", "MXFP4", "Q8_0"), "gpt_oss", False),
     ],
 )
-def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, name, tmp_path, always):
-    expected = gguf_file(tmp_path, kinds, name=name)
+def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, name, fused, tmp_path, always):
+    expected = gguf_file(tmp_path, kinds, name=name, fused=fused)
     model = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
     weights = dict(expected.named_parameters())
     for name, each in model.named_parameters():

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -231,13 +231,13 @@ def read(path: Path, reader: Any, architecture: str, config: Any, dtype: torch.d
         config.mlp_bias = "blk.0.ffn_up.bias" in names
     alternating = architecture == "gpt-oss"
     ends = ("_exps.weight", "_exps.bias")[: 1 + alternating]
-    experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith(ends)}
+    experts = {name: part for tensor in reader.tensors if tensor.name.endswith(ends) for name, part in apart(tensor)}
     for number in range(config.num_hidden_layers if experts else 0):
         state |= of_experts(experts, number, path, dtype, alternating=alternating)
         wide = [parts for name, parts in EXPERTS.items() if f"model.layers.{number}.mlp.experts.{name}" in state]
         widened |= {experts[f"blk.{number}.ffn_{part}_exps.weight"].tensor_type.name for parts in wide for part in parts}
     for tensor in reader.tensors:
-        if tensor.name in experts or tensor.name in FACTORS:
+        if tensor.name.endswith(ends) or tensor.name in FACTORS:
             continue
         name, kind = name_of(tensor.name, architecture), tensor.tensor_type.name
         if name is None:
@@ -314,6 +314,23 @@ def configure(config: Any, architecture: str, field: Callable[[str], Any], path:
         config.rope_parameters = rope
     elif scaled:
         config.rope_parameters = {**config.rope_parameters, **scaled}
+
+
+class Half(NamedTuple):
+    """The rows of one part of a tensor."""
+
+    data: np.ndarray[Any, Any]
+    tensor_type: Any
+
+
+def apart(tensor: Any) -> list[tuple[str, Any]]:
+    """The names and rows of gate and `up` if ``tensor`` is of experts and has both, as ``--fuse-gate-up-exps`` of llama.cpp's converter
+    makes it; else itself."""
+    if "_gate_up_exps." not in tensor.name:
+        return [(tensor.name, tensor)]
+    data, inner = tensor.data, tensor.data.shape[1] // 2
+    halves = {"gate": data[:, :inner], "up": data[:, inner:]}
+    return [(tensor.name.replace("gate_up", part), Half(rows, tensor.tensor_type)) for part, rows in halves.items()]
 
 
 def of_experts(given: Mapping[str, Any], number: int, path: Path, dtype: torch.dtype, *, alternating: bool) -> dict[str, Tensor]:
