@@ -76,13 +76,20 @@ class Engine:
             command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", str(length)]
         elif mode == "lookup":
             command += ["--foredraft-lookup", "--spec-draft-n-max", str(length)]
+        try:
+            program, note = self._started(command), {}
+        except RuntimeError as error:  # with AMX, llama.cpp 0.3.36 crashes on Q4_0 weights that it has repacked
+            program, note = self._started([*command, "--no-repack"]), {"note": f"with --no-repack, since without that {error}"}
+        self.programs[name] = (program, length)
+        return note
+
+    def _started(self, command: list[str]) -> subprocess.Popen[str]:
         program = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, preexec_fn=die_with_parent
         )
-        self.programs[name] = (program, length)
         if self._line(program) != "ready":
             raise RuntimeError("the program did not get ready")
-        return {}
+        return program
 
     @staticmethod
     def _line(program: subprocess.Popen[str]) -> str:
