@@ -25,7 +25,7 @@ from benchmarks.report import Table
 from benchmarks.speed_calls import Calls, Measurement, later_tokens
 from benchmarks.speed_plan import AUTO, BATCH, LOOKUP, PEERS, PLAIN, TEXT, Cell, Method, theirs
 from benchmarks.speed_runner import Block, Failure, PeerSuite
-from benchmarks.speed_tables import failed, figures, memory, missing, quiet, sides, speed
+from benchmarks.speed_tables import failed, figures, memory, missing, quiet, sides, speed, unusual
 from benchmarks.suite import option
 from foredraft.estimates import Spread, turned
 
@@ -303,6 +303,7 @@ class Families(PeerSuite[Settings]):
             f"{INT4}: llama.cpp's {BITS.upper()} file, which both sides read, its output layer in six bits; bytes are those of the file. "
             "Beside OpenVINO both sides make four bits in groups of 32, and an output layer in eight bits with a scale per row.",
             missing(self),
+            unusual(self),
             memory(self),
             quiet(self),
         ]

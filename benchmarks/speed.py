@@ -35,6 +35,7 @@ from benchmarks.speed_tables import (
     sides,
     speed,
     split,
+    unusual,
 )
 from benchmarks.suite import instrument
 from foredraft.estimates import LEVEL, RESAMPLES, Estimate
@@ -110,6 +111,7 @@ class Speed(PeerSuite[Settings]):
             "After the first token: of the first row, without the pass over the prompt. Acceptance length is tokens over passes, after the "
             "pass over the prompt. Tokens of one round come together, so that times between tokens are 0 or a round.",
             missing(self),
+            unusual(self),
             memory(self),
             quiet(self),
             f"{inflated} Its matrices of zeros were replaced by numbers of the order of 1e-12, so that no engine saves reading them."

@@ -157,6 +157,12 @@ def missing(run: PeerSuite[Any]) -> str:
     return f"Not installed, and not measured: {said}." if said else ""
 
 
+def unusual(run: PeerSuite[Any]) -> str:
+    """What peers said of how they run."""
+    said = "; ".join(f"{name}: {note}" for name, note in run.method_notes.items() if not name.startswith(FOREDRAFT))
+    return f"Not as usual: {said}." if said else ""
+
+
 def memory(run: PeerSuite[Any]) -> str:
     said = []
     for target in run.settings.targets:

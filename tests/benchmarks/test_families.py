@@ -157,6 +157,11 @@ def test_a_report_is_written_again_from_its_document(claimed):
     assert "| gpt_oss, bfloat16 | 150.0 | 180.0 | 1.20 (1.20–1.20) | 4.0 and 13.5 |" in page and "KeyError: 'gpt_oss'" in page
 
 
+def test_what_a_peer_says_of_how_it_runs(claimed):
+    claimed.method_notes = {"llamacpp plain, int4, bfloat16": "with --no-repack", f"{OURS}, bfloat16": "native passes"}
+    assert "Not as usual: llamacpp plain, int4, bfloat16: with --no-repack." in claimed.notes({})
+
+
 def test_long_prompts_come_last(work, monkeypatch):
     """So do their warm-ups. A method that fails there has made its other calls, and is not asked again."""
     made = families_shapes.written("qwen3-test", work)
