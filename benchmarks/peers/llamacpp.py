@@ -88,6 +88,7 @@ class Engine:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, preexec_fn=die_with_parent
         )
         if self._line(program) != "ready":
+            program.kill()
             raise RuntimeError("the program did not get ready")
         return program
 
