@@ -200,7 +200,7 @@ class Passes:
         return output, found
 
     def _pass(self, tree: TokenTree, first: int, part: Part | None = None) -> ForwardPass:
-        tokens = (tree.tokens[:, first:] if first else tree.tokens).clamp(0, self.vocab_size - 1)
+        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
         return ForwardPass(tree, tree_window(tree, self.lengths, first), tokens, part=part)
 
     @property
