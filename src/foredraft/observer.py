@@ -64,6 +64,9 @@ class Observer:
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
         self._on_gpu, self._together, self._unsettled = False, True, 0
+        self._burst: list[tuple[float, float]] = []  # of rounds whose passes were made in one call: seconds of the target, and of the rest
+        self._compared: list[tuple[float, float, float]] = []  # of the same: plain passes, seconds without the draft, and all seconds
+        self._wanted = True  # the planner is told of them
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -78,6 +81,7 @@ class Observer:
 
     @contextmanager
     def prefill(self, sampler: Sampler) -> Iterator[None]:
+        self._cut()
         passes = self.target.passes
         with self.stats.timing("prefill"):
             yield
@@ -139,15 +143,25 @@ class Observer:
         self.stats.seconds["target"] += target
         # drafts by the target's own layers cost so little more than plain rounds that the planner's first searches would show
         since = planned if self.drafter.info.shares_target else begin
-        if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
-            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - since - draft - target))
+        if self._request is not None or len(rows) > 1:
+            self._cut()
+        if not self._burst:
+            self._wanted = self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows)))
+        self._burst.append((target, end - since - draft - target))
+        over = not self.target.ahead
+        if over and self._wanted:
+            target, rest = (sum(each) / len(self._burst) for each in zip(*self._burst))
+            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, rest))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
+        if over:
+            self._cut(len(rows))
 
     def _count_layers(self) -> None:
         self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
 
     def settle(self) -> None:
         """Rows are over: work out the speed-up, and note what was learnt."""
+        self._cut()
         self.stats.learning = self.drafter.learnt
         self.stats.speedup.settle(self.planner.plain_seconds)
 
@@ -159,10 +173,18 @@ class Observer:
         self._furthest = max(furthest, self._furthest)
         if self._settling:
             return
-        if self._tree.nodes == 1:
-            self.stats.speedup.plain_round(len(rows), passes, seconds, whole)
-        else:
+        if self._tree.nodes > 1:
             self.stats.speedup.drafted_round(len(rows), passes, max(len(row.ids) for row in rows), whole)
+            return
+        self._compared.append((passes, seconds, whole))
+
+    def _cut(self, rows: int = 1) -> None:
+        """The rounds whose passes were made in one call are over; or they will not all be made, as drafts are made or rows change."""
+        if self._compared:
+            passes, seconds, whole = map(sum, zip(*self._compared))
+            count = len(self._compared)
+            self.stats.speedup.plain_round(rows, passes / count, seconds / count, whole, count)
+        self._burst, self._compared = [], []
 
     def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
         """The round as the planner sees it."""

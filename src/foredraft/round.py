@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from foredraft.checks import check_tree, failures
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.drafters.growth import draws_of
 from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
 from foredraft.guesses import MOST, Guessed
 from foredraft.logits.logprobs import LogProbs
@@ -20,6 +22,7 @@ from foredraft.logits.sampler import Sampler
 from foredraft.observer import NOTHING, Observer
 from foredraft.outcome import Outcome, decide
 from foredraft.planning import Planner
+from foredraft.planning.rounds import FOREVER
 from foredraft.rows import Commit, CommittedIds, SessionRow
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
@@ -87,9 +90,9 @@ class Loop:
         """The same for any rows, those with guesses too."""
         return max(self.drafter.written_nodes(self.planner.shape), 1 + self.drafter.info.extra_nodes + self.most_guessed)
 
-    def round(self, rows: list[SessionRow], *, together: bool) -> list[Commit]:
+    def round(self, rows: list[SessionRow], *, together: bool, ahead: bool = True) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
-        the rows before they are done."""
+        the rows before they are done, ``ahead`` that passes of later rounds may be made as well."""
         self.observer.begin(together=together)
         sampler, guessed = self.sampler(rows), self._guesses(rows)
         shape = self._plan(rows, guessed, greedy=sampler.greedy, together=together)
@@ -99,7 +102,7 @@ class Loop:
         draft = self._draft(rows, shape, request, sampler, guessed)
         self.observer.drafted(draft.tree, draft.shape, guessed)
 
-        logits = self.target.score(draft.tree.with_safe_parents())
+        logits = self._score(rows, draft, shape, sampler, ahead=ahead)
         self.observer.scored(logits)
 
         outcome = self._verify(self._rule(shape), rows, draft.tree, logits, sampler)
@@ -287,7 +290,19 @@ class Loop:
         part.rows = [index for index in part.proposing() if index not in guessed]
         return Draft(merged([part, Part(self.drafter, chains, list(guessed))], self.target.device), shape, guessed, part)
 
-    # -- verify and commit ----------------------------------------------------------------------------------------------
+    # -- score, verify and commit ---------------------------------------------------------------------------------------
+
+    def _score(self, rows: Sequence[SessionRow], draft: Draft, shape: TreeShape, sampler: Sampler, *, ahead: bool) -> Tensor:
+        """The target's logits at the draft's nodes. While nothing is drafted for a single row, passes of later rounds may be made, too."""
+        row, tree = rows[0], draft.tree.with_safe_parents()
+        resting = FOREVER if row.parameters.max_draft == 0 else self.planner.resting
+        alone = len(rows) == 1 and tree.nodes == 1 and not row.guesses.guesses and (resting == FOREVER or not shape.nodes)
+        foreseen = isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)
+        if not alone or not foreseen:
+            return self.target.score(tree)
+        most = min(1 + resting, row.remaining) if ahead else 1
+        draws = None if sampler.greedy else partial(draws_of, sampler, vocab_size=self.target.vocab_size)
+        return self.target.score_ahead(tree, row.ids, most=most, ends=row.parameters.eos, draws=draws)
 
     def _rule(self, shape: TreeShape) -> Rule:
         """Where nothing is to be drafted every lossless rule draws from p, and match does so at once. Its noise is keyed by the position

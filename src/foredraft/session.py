@@ -306,12 +306,12 @@ class Session:
             self._set_aside(excess)
         joining = self.admission.joining(self.rows, self.waiting)
         if joining and self.rows:
-            joining = self._in_time(joining)
+            joining = [] if self.target.ahead else self._in_time(joining)  # passes were made ahead: soon
         if joining:
             commits = self._join(joining)
         elif self.rows:
             begin = time.perf_counter()
-            commits = self.loop.round(self.rows, together=not (self._joined or self.waiting))
+            commits = self.loop.round(self.rows, together=not (self._joined or self.waiting), ahead=not self.waiting)
             self._round = time.perf_counter() - begin
         else:
             return []

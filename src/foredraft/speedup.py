@@ -54,11 +54,12 @@ class Speedup:
     def lower_bound(self) -> float | None:
         return (self.plain + self.low) / self.seconds if self.seconds and self.replaced is not None else None
 
-    def plain_round(self, rows: int, passes: float, seconds: float, whole: float) -> None:
-        """A pass over one node per row took ``seconds``, and its round ``whole`` with what the drafter and the planner did."""
+    def plain_round(self, rows: int, passes: float, seconds: float, whole: float, count: int = 1) -> None:
+        """``count`` rounds took ``whole`` seconds with what the drafter and the planner did, and ``seconds`` each without that. Each stands
+        for so many plain ``passes``."""
         self._seconds += whole
-        self._plain += passes * seconds
-        self.plain_rounds += 1
+        self._plain += count * passes * seconds
+        self.plain_rounds += count
         self._times.setdefault(rows, deque(maxlen=RECENT)).append(seconds)
 
     def drafted_round(self, rows: int, passes: float, context: int, whole: float) -> None:

@@ -90,6 +90,7 @@ CLIENTS = ("tests/serving/test_clients.py",)
 STOPS = ("tests/serving/test_stops.py",)
 PLANS = ("tests/serving/test_plans.py",)
 PLANNING = ("tests/planning/test_planner.py", "tests/planning/test_rounds.py")
+AHEAD = ("tests/target/test_ahead.py",)
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAILING = ("tests/test_failing_rows.py",)
@@ -922,4 +923,19 @@ FAULTS = [
     Fault("rounding.py", "            for hook in hooks:\n                hook.remove()\n", "            pass\n", MIXTURES),
     Fault("self_test.py", "if backend.overrides.unfuse(why):", "if False:", MIXTURES),
     Fault("kernels.py", "self.native, self.unfused, self._failed = 0, why, why", "self.native, self.unfused = 0, why", MIXTURES),
+    # passes that are made ahead of their rounds
+    Fault("growth.h", "draws ? drawn(draws, n, last", "draws ? drawn(draws, 0, last", AHEAD),
+    Fault("growth.h", "if (ends[i] == token) return n;", ";", AHEAD),
+    Fault("growth.h", "now.start++, now.logits += now.columns;", "now.logits += now.columns;", AHEAD),
+    Fault("growth.h", "finish(g, 1), last = g->logits;", "finish(g, 1);", AHEAD),
+    Fault("ahead.py", "maker is not self._maker or", "", AHEAD),
+    Fault("ahead.py", " or self._tokens[index] != token", "", AHEAD),
+    Fault("ahead.py", ", PAGE - length % PAGE)", ")", AHEAD),
+    Fault("session.py", ", ahead=not self.waiting)", ")", AHEAD),
+    Fault("observer.py", "        over = not self.target.ahead", "        over = True", AHEAD),
+    Fault("observer.py", "        self._cut()\n        passes = self.target.passes", "        passes = self.target.passes", AHEAD),
+    Fault("round.py", "isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)", "True", AHEAD),
+    Fault("session.py", "[] if self.target.ahead else self._in_time(joining)", "self._in_time(joining)", AHEAD),
+    Fault("round.py", "FOREVER if row.parameters.max_draft == 0 else ", "", AHEAD),
+    Fault("passes.py", "        self._ahead.drop()\n        part, tokens", "        part, tokens", AHEAD),
 ]

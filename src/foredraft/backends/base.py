@@ -6,7 +6,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -195,6 +195,10 @@ class Backend:
     def forward(self, given: ForwardPass) -> PassOutput:
         """Make one pass."""
         raise TypeError(f"{type(self).__name__} must define forward(given)")
+
+    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Any) -> tuple[list[int], Tensor] | None:
+        """Several plain passes in one call, as ``NativeGrowth.ahead`` has them, or None."""
+        return None
 
     def read(self, features: Features | None) -> None:
         """Have passes return these hidden states from now on."""

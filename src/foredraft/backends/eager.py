@@ -7,7 +7,7 @@ are bypassed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassOutput, Routing
 from foredraft.backends.kernel_pass import Direct
+from foredraft.backends.native_growth import Draws, NativeGrowth
 from foredraft.device import spread, to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.cache_names import cache_argument
@@ -139,6 +140,7 @@ class Eager(Backend):
         self.call = ModelCall(facts)
         self._decoder = facts.model.get_decoder() or facts.model
         self._called: tuple[object, Direct | None] = (None, None)
+        self._growth: tuple[Direct | None, NativeGrowth | None] = (None, None)
         kernels = self._kernels()
         kinds, run_bytes = (None, 0) if kernels is None else (kernels.decoder.page_kinds, kernels.decoder.run_bytes)
         self.cache = new_cache(sourced=facts.sourced, kinds=kinds, run_bytes=run_bytes)
@@ -187,6 +189,27 @@ class Eager(Backend):
             mask = masks.for_chain(window, self.facts.device)
         with nullcontext() if pages is None else pages.in_use(self.cache):
             return self.called(given, window, positions, mask, where)
+
+    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
+        direct = self.direct
+        if direct is None or direct.bias is not None or self.features is not None:
+            return None
+        if direct is not self._growth[0]:
+            self._growth = direct, NativeGrowth.of(direct, self.cache, self.facts.context)
+        growth = self._growth[1]
+        if growth is None:
+            return None
+        if isinstance(self.cache, PagedCache):
+            self.cache.handed = False
+        found = growth.ahead(ids, most=most, ends=ends, draws=draws)
+        if found is not None:
+            self.passes += len(found[0])
+            self.touched = None if self.routing is None else float(self.routing.chosen)
+        return found
+
+    def release(self) -> None:
+        super().release()
+        self._called = self._growth = (None, None)
 
     def called(self, given: ForwardPass, window: Window, positions: Tensor, mask: Any, where: MaskInputs | None) -> PassOutput:
         """Call the model in ``window``, which the cache has entered; the last ``positions`` are those of its nodes."""

@@ -282,7 +282,11 @@ class Direct:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]`` for the last hidden states ``[n, hidden]``."""
-        found, bias = self.head(hidden), self.bias
+        return self.finished(self.head(hidden))
+
+    def finished(self, found: Tensor) -> Tensor:
+        """The model's logits, from what its LM head returns."""
+        bias = self.bias
         if bias is None and not self.decoder.finishes:
             return found
         with one_thread(found):

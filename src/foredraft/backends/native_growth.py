@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -204,6 +204,7 @@ class NativeGrowth(Grower):
         about = native.Growth(layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm, eps=decoder.eps)
         super().__init__(first.library, first.about, head, decoder.base.get_input_embeddings().weight.new_empty(0), about)
         self._scratch = NativePass(decoder.shared)
+        self._logits = self._like.new_empty(0, 0)
         self._banned: tuple[int, ...] | None = None
         self.ban(())
 
@@ -234,6 +235,20 @@ class NativeGrowth(Grower):
             self._bias = padded(self._bias)
             self._matrix.bias = self._bias.data_ptr()
         self._about.head = ctypes.addressof(self._matrix)
+
+    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
+        """Decode behind ``ids``, of which the cache lacks the last token: read that, and then each token that is likeliest, or drawn by
+        ``draws``; ``most`` at most and none behind one of ``ends``. Returns these tokens, and ``[n, V]`` the logits that they were chosen
+        from, which the next call overwrites; None where this text cannot be continued here. What was read is not committed."""
+        text = self._begin(ids, 1, most - 1, self.head.outputs)
+        if text is None or self._about.missed != 1:
+            return None
+        if len(self._logits) < most:
+            self._logits = self._like.new_empty(most, self.head.packed_outputs)
+        tokens, stop, how = (ctypes.c_int64 * most)(), (ctypes.c_int64 * len(ends))(*ends), None if draws is None else draws.about
+        count = self._library.ahead(self._about, self._pass, text, most, stop, len(ends), self._logits.data_ptr(), tokens, how)
+        self._end(ids, count)
+        return tokens[:count], self.direct.finished(self._logits[:count, : self.head.outputs])
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
         """What the cache lacks of ``ids``."""

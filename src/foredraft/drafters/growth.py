@@ -25,7 +25,7 @@ from foredraft.backends.native_growth import MOST_KEPT, Draws
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, pick
 from foredraft.logits.noise import Noise, Purpose, argmax, on_host
-from foredraft.logits.sampler import fit_vocabulary
+from foredraft.logits.sampler import Sampler, fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
 from foredraft.tree import TokenTree, static_parents_tensor
 
@@ -65,22 +65,26 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
 def draws_for(request: DraftRequest) -> Draws | None:
     """How kernels draw chains, and trees of what leads the target's race, for ``request``, with the noise that tensor operations draw
     them with; None where they cannot."""
-    sampler, noise = request.sampler, request.sampler.noise
     raced = request.proposal == "keyed" and not request.needs_q
     drawn = request.shape.is_chain and request.proposal in ("iid", "keyed")
     if request.thresholds is not None or request.partial or not (raced or drawn):
         return None
+    return draws_of(request.sampler, request.depth, request.vocab_size, keyed=request.proposal == "keyed", keep=request.needs_q)
+
+
+def draws_of(sampler: Sampler, depth: int, vocab_size: int, *, keyed: bool = True, keep: bool = False) -> Draws | None:
+    """How kernels draw ``depth`` tokens of each row; None where they cannot. ``keyed``: with the noise of the rule ``match``."""
+    noise = sampler.noise
     if not (type(noise) is Noise and on_host(noise.keys) and all(sampler.sampled)):
         return None
     found = []
     for warping in (pipeline.warping for pipeline in sampler.pipelines):
-        if warping is not None and warping.top_k >= request.vocab_size:
+        if warping is not None and warping.top_k >= vocab_size:
             warping = warping._replace(top_k=0)
         if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
             return None
         found.append(warping)
-    words = noise.chain_words(request.depth, keyed=request.proposal == "keyed")  # of a tree: one for each level
-    return Draws(words, noise.hashes(request.vocab_size), found, keep=request.needs_q)
+    return Draws(noise.chain_words(depth, keyed=keyed), noise.hashes(vocab_size), found, keep=keep)  # of a tree, a word for each level
 
 
 def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Tensor]) -> TokenTree:

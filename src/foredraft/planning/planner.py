@@ -148,6 +148,8 @@ class AutomaticPlanner(Planner):
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
+        if not self._resting:
+            self._rest = 0
         again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
         self._again = max(0, again - 1)
         if self._resting:
@@ -248,6 +250,10 @@ class AutomaticPlanner(Planner):
         end = self.clock()
         self._earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * min(end - begin, DEAREST)
         return forecast
+
+    @property
+    def resting(self) -> int:
+        return self._rest
 
     def passes_over(self, rows: int) -> bool:
         return self._resting

@@ -19,6 +19,8 @@ from foredraft.planning.search import Plan, chain
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 
+FOREVER = 1 << 30  # rounds
+
 
 @dataclass(frozen=True)
 class Round:
@@ -85,6 +87,11 @@ class Planner(ABC):
         """How deep to draft for each row in the round just planned; None for as deep as the shape is."""
         return None
 
+    @property
+    def resting(self) -> int:
+        """So many rounds after the one just planned draft nothing either, whatever happens in them, if the rows stay the same."""
+        return 0
+
     def passes_over(self, rows: int) -> bool:
         """A round without a draft is over; whether it need not be told about."""
         return True
@@ -131,6 +138,10 @@ class FixedPlanner(Planner):
             if greedy in self._acceptance and len(rows) in self._seconds:
                 self._choose(self.choice, len(rows), greedy)
         return self.shape
+
+    @property
+    def resting(self) -> int:
+        return 0 if self.shape.nodes else FOREVER
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         if self.choice is None or not done.shape.nodes:

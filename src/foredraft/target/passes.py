@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,11 +15,13 @@ from torch import Tensor
 from foredraft.backends.base import Backend, ForwardPass, Part, PassOutput, Routing, tree_window
 from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import Recorded
+from foredraft.backends.native_growth import Draws
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.layers import LayerRanges, layer_count
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe
+from foredraft.target.ahead import Ahead
 from foredraft.tree import TokenTree
 
 
@@ -44,6 +47,7 @@ class Passes:
         self.layer_tokens = [0] * layer_count(self.model)
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._keeping: tuple[int, ...] = ()
+        self._ahead = Ahead()
         self.kept: dict[int, Tensor] = {}
 
     @property
@@ -98,6 +102,11 @@ class Passes:
         return self.cache.lengths
 
     @property
+    def ahead(self) -> bool:
+        """The next round's pass was made ahead, unless its token is another than was thought."""
+        return len(self.lengths) == 1 and self._ahead.left(self.lengths[0])
+
+    @property
     def ragged(self) -> bool:
         """Rows of a pass over chains pay for their own nodes alone."""
         return self.backend.ragged
@@ -138,10 +147,44 @@ class Passes:
             return self._finish(tree, early)
         return self._forward(self._pass(tree, first))
 
+    def score_ahead(
+        self, tree: TokenTree, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Callable[[int], Draws | None] | None
+    ) -> Tensor:
+        """:meth:`score` of a root alone: the last token of ``ids``, the text of the only row. Kernels may read in the same call what plain
+        decoding would read next, and the calls that ask for that then return at once.
+
+        Args:
+            most: tokens to read at most, the root included.
+            ends: tokens behind which nothing is read.
+            draws: how so many tokens are sampled, or None if that is not known; not given for greedy decoding.
+        """
+        begin, start, maker = time.perf_counter(), self.lengths[0], self.backend.direct
+        found = self._ahead.find(maker, start, ids[-1])
+        if found is not None:
+            self.cache.enter(Window(0, 1, (start,), 1))
+        elif maker is not None and not self._keeping and (count := self._ahead.passes(start, most)) > 1:
+            self._ahead.drop()
+            how = None if draws is None else draws(count)
+            made = None if draws is not None and how is None else self.backend.ahead(ids, most=count, ends=ends, draws=how)
+            if made is not None:
+                following, logits = made
+                for layer in range(len(self.layer_tokens)):
+                    self.layer_tokens[layer] += len(following)
+                found = self._ahead.made(maker, start, [ids[-1], *following[:-1]], logits)
+                self._ahead.pace = (time.perf_counter() - begin) / len(following)
+        if found is None:
+            found = self.score(tree)
+            self._ahead.pace = time.perf_counter() - begin
+            return found
+        self._early = self.hidden = self.prompt_hidden = None
+        self.kept = {}
+        return found
+
     def keep(self, layers: Sequence[int]) -> None:
         """From the next tree on, :meth:`score` leaves the outputs of these decoder layers, ascending and counted from 1, in :attr:`kept`;
         no ``layers`` end that. A pass is then made in several parts, which costs a little time."""
         self._keeping = tuple(layers)
+        self._ahead.drop()
 
     def read_out(self, states: Tensor) -> Tensor:
         """``[n, V]`` logits from the outputs ``states`` ``[n, d]`` of any layer, by the model's final norm and LM head."""
@@ -258,6 +301,7 @@ class Passes:
         self.cache.commit(path, kept)
 
     def _made(self, given: ForwardPass) -> PassOutput:
+        self._ahead.drop()
         part, tokens = given.part or Part(0, len(self.layer_tokens)), given.tokens.numel()
         for layer in set(range(part.begin, part.end)).difference(part.skip.whole if part.skip is not None else ()):
             self.layer_tokens[layer] += tokens

@@ -372,6 +372,17 @@ static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     }
 }
 
+/* Scale and cap n lines of logits, as the model does */
+static void finish(const Growth *g, int n) {
+    if (!g->logit_scale && !g->logit_cap) return;
+    for (int64_t i = 0; i < n * g->columns; i += 16) {
+        f32 logit = load(g->logits + i);
+        if (g->logit_scale) logit = rounded(f32_mul(logit, f32_of(g->logit_scale)));
+        if (g->logit_cap) logit = f32_mul(rounded(capped(rounded(f32_div(logit, f32_of(g->logit_cap))), 1.0f)), f32_of(g->logit_cap));
+        store(g->logits + i, logit);
+    }
+}
+
 /* One pass over T tokens in g->slots, at `positions`; `mask` is null for a chain. It makes the logits of the last n tokens, which are nodes
  * `first`... of the tree, below nodes above[t]; `above` is null for text. */
 static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, const int32_t *above, int T, int n, int first,
@@ -399,12 +410,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, &g->norm, g->eps, g->out, 0, 0);
     }
     linear(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns, p->threads);
-    for (int64_t i = 0; (g->logit_scale || g->logit_cap) && i < n * g->columns; i += 16) {
-        f32 logit = load(g->logits + i);
-        if (g->logit_scale) logit = rounded(f32_mul(logit, f32_of(g->logit_scale)));
-        if (g->logit_cap) logit = f32_mul(rounded(capped(rounded(f32_div(logit, f32_of(g->logit_cap))), 1.0f)), f32_of(g->logit_cap));
-        store(g->logits + i, logit);
-    }
+    finish(g, n);
 }
 
 /* The target's id of the draft's token `at` */
@@ -470,6 +476,30 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
         read_tokens(g, p, wanted, positions, parents + begin - 1, n, n, begin, g->mask + (size_t)begin * g->stride);
     }
     return read;
+}
+
+/* Plain decoding: read the one token of the text that is missing, and then each token that is likeliest, or with `draws`, which may be null, drawn:
+ * `most` at most and none behind one of `ends`. out_tokens has these tokens. `logits` [most, columns] is what they were chosen from before it was
+ * scaled and capped. Returns how many there are. */
+int ahead(const Growth *g, Pass *p, const int64_t *text, int most, const int64_t *ends, int count, value *logits, int64_t *out_tokens,
+          const Draws *draws) {
+    Growth now = *g;
+    now.logits = logits, now.logit_scale = now.logit_cap = 0.0;
+    for (int n = 0;;) {
+        float best;
+        const value *last = now.logits;
+        read_text(&now, p, n ? out_tokens + n - 1 : text);
+        if (g->logit_scale || g->logit_cap) {
+            __builtin_memcpy(g->logits, last, g->columns * sizeof(value));
+            finish(g, 1), last = g->logits;
+        }
+        const int64_t token = draws ? drawn(draws, n, last, g->vocab, draws->q) : following(last, g->vocab, __builtin_inff(), -1, &best);
+        out_tokens[n++] = token;
+        for (int i = 0; i < count; i++)
+            if (ends[i] == token) return n;
+        if (n == most) return n;
+        now.start++, now.logits += now.columns;
+    }
 }
 
 /* Grow a dynamic tree for one row: read the `missed` tokens, the last of which is the root, and then level by level the k best nodes of each. The
