@@ -38,6 +38,7 @@ class Changing:
     shapes: Sequence[TreeShape]
     learns: bool = True
     turn: int = 0
+    resting: int = 0
     rounds: list[Round] = field(default_factory=list)
 
     @property
