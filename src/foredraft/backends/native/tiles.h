@@ -98,8 +98,9 @@ static void pairs_begin(int n) {
 
 /* For n <= 2 * TILE_ROWS tokens and 32 columns: out [n, 32], or if `adding` out +=, is x [n, inputs] times the weights at `some`, for 16 columns, and
  * at `others`, which are null if there are only 16. `line` and `row` are the strides of x and out; weights of 32 inputs are `step` after those of
- * the 32 before. Each tile that is loaded is used twice. */
-INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const value *others, size_t step, int inputs, float *out, size_t row, int n, int adding) {
+ * the 32 before. Each tile that is loaded is used twice. Meanwhile, so many `lines` from `after` on are prefetched for each 32 inputs. */
+INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const value *others, size_t step, int inputs, float *out, size_t row, int n,
+                          int adding, const char *after, int lines) {
     const int second = n > TILE_ROWS;
     const value *more = x + TILE_ROWS * line;
     float *below = out + TILE_ROWS * row;
@@ -116,6 +117,7 @@ INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const 
         if (second && others) tile_load(3, below + 16, row);
     }
     for (int k = 0; k < inputs; k += TILE_INPUTS, some += step) {
+        for (int i = 0; i < lines; i++, after += LINE) __builtin_prefetch(after, 0, INTO_L2);
         tile_load(4, x + k, line);
         tile_load(6, some, 64);
         tile_product(0, 4, 6);
@@ -184,18 +186,20 @@ INLINE void few_tiled(const Matrix *m, int o, const value *x, value *out, int n,
 static void few_values(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) { few_tiled(m, o, x, out, n, K, after, VALUES); }
 static void few_eights(const Matrix *m, int o, const value *x, value *out, int n, int K, const char *after) { few_tiled(m, o, x, out, n, K, after, EIGHTS); }
 
-/* Likewise of T tokens */
+/* Likewise of T tokens. If they are many, what is read next is prefetched meanwhile. */
 static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
-    enum { AT_A_TIME = 2 * TILE_ROWS };
+    enum { AT_A_TIME = 2 * TILE_ROWS, ENOUGH = 96, EACH = 32 * TILE_INPUTS * sizeof(value) / LINE }; /* EACH: lines of weights that a step reads */
     const size_t block = (size_t)K * 16;
     const value *w = (const value *)m->values + o / 16 * block;
+    const int groups = (T + AT_A_TIME - 1) / AT_A_TIME, lines = after && T >= ENOUGH ? (EACH + groups - 1) / groups : 0;
     float sums[AT_A_TIME * 32];
     int t = 0;
     for (int n, set = 0; T - t > TILE_ROWS; t += n, x += (size_t)n * K, out += n * BLOCKS * 16) {
         n = T - t < AT_A_TIME ? T - t : AT_A_TIME;
         if (n != set) pairs_begin(set = n);
         for (int b = 0; b < BLOCKS; b += 2) {
-            pair_of_tiles(x, K, w + b * block, w + (b + 1) * block, 16 * TILE_INPUTS, K, sums, 32, n, 0);
+            pair_of_tiles(x, K, w + b * block, w + (b + 1) * block, 16 * TILE_INPUTS, K, sums, 32, n, 0, after, lines);
+            if (lines) after += (size_t)lines * (K / TILE_INPUTS) * LINE;
             for (int c = 0; c < 2; c++) {
                 const f32 begin = begun(m, o + (b + c) * 16, VALUES);
                 for (int i = 0; i < n; i++) store(out + (i * BLOCKS + b + c) * 16, f32_add(f32_load(sums + i * 32 + c * 16), begin));
@@ -203,7 +207,7 @@ static void tiled(const Matrix *m, int o, const value *x, value *out, int T, int
         }
     }
     if (t) tiles_end();
-    if (t < T) few_values(m, o, x, out, T - t, K, after);
+    if (t < T) few_values(m, o, x, out, T - t, K, lines ? 0 : after);
 }
 
 /* Likewise of 8-bit weights, widened for TILE_ROWS < T <= WHOLE tokens. Between two pieces of the inputs, sums are in memory. */
@@ -221,7 +225,7 @@ static void tiled_eights(const Matrix *m, int o, const value *x, value *out, int
             if (n != set) pairs_begin(set = n);
             for (int b = 0; b < BLOCKS; b += 2) {
                 const value *some = room + b * 16 * PIECE;
-                pair_of_tiles(x + (size_t)t * K + k, K, some, some + 16 * PIECE, 16 * TILE_INPUTS, inputs, sums + t * WIDTH + b * 16, WIDTH, n, k > 0);
+                pair_of_tiles(x + (size_t)t * K + k, K, some, some + 16 * PIECE, 16 * TILE_INPUTS, inputs, sums + t * WIDTH + b * 16, WIDTH, n, k > 0, 0, 0);
             }
         }
     }
@@ -294,7 +298,7 @@ static void packed_values(const value *const *rows, int count, int size, int key
 static void add_values(const value *chances, int row, const value *values, int keys, float *sums, int size, int n) {
     const size_t columns = 16 * TILE_INPUTS, step = (size_t)size * TILE_INPUTS;
     for (int d = 0; d < size; d += 32, values += 2 * columns)
-        pair_of_tiles(chances, row, values, d + 16 < size ? values + columns : 0, step, keys, sums + d, SUMS(size), n, 1);
+        pair_of_tiles(chances, row, values, d + 16 < size ? values + columns : 0, step, keys, sums + d, SUMS(size), n, 1, 0, 0);
 }
 
 /* sums [n, SUMS(size)] += probabilities [n, KEYS] times the first `count` of `rows`. `room` has place for KEYS values. */
