@@ -209,6 +209,7 @@ class Observer:
             expected=self.drafter.expected_accepted,
             touched=self._touched,
             settling=self._settling,
+            ahead=len(self._burst) > 1,
         )
 
     @property

@@ -645,10 +645,10 @@ FAULTS = [
     Fault("experts.py", "self.router.matrix.values if known.float32 else None", "None", MIXTURES),
     Fault("products.py", "for held in (layer._parameters, layer._buffers):", "for held in (layer._parameters,):", MIXTURES),
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
-    Fault("planner.py", "branching=branching, touched=done.touched)", "touched=done.touched)", ROUNDS),
+    Fault("planner.py", "branching=branching, touched=done.touched, ahead", "touched=done.touched, ahead", ROUNDS),
     Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
-    Fault("planner.py", "any(done.drafted) == self._empty or", "not any(done.drafted) or", ROUNDS),
-    Fault("planner.py", "if empty and count == 1 and not self._looking else 0", "if count == 1 else 0", ROUNDS),
+    Fault("planner.py", "empty != self._empty or self", "empty or self", ROUNDS),
+    Fault("planner.py", "if empty and count == 1 and not self._looking and not vain else 0", "if count == 1 else 0", ROUNDS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
     Fault("layer.c", "if (!(parts & MLP)) return;", "", DRAFT_VERIFY),
@@ -789,7 +789,7 @@ FAULTS = [
     Fault("attention_tiles.h", "if (at + KEYS <= from) a.begin = b + 1;", "", VECTORS),
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
     Fault("tiles.h", "x += (size_t)n * K,", "x += K,", VECTORS),
-    Fault("tiles.h", "WIDTH, n, k > 0);", "WIDTH, n, 0);", ("tests/target/test_quantization.py",)),  # with AMX
+    Fault("tiles.h", "WIDTH, n, k > 0, 0, 0);", "WIDTH, n, 0, 0, 0);", ("tests/target/test_quantization.py",)),  # with AMX
     Fault("tiles.h", "to + b * apart, eights((const int8_t *)w + b * block)", "to + b * apart, eights((const int8_t *)w)", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
@@ -901,7 +901,7 @@ FAULTS = [
     Fault("eager.py", "None if given.part is not None else direct.decoder.touched", "direct.decoder.touched", MIXTURES),
     Fault("experts.h", "        if (touched) *touched += active;\n", "        if (touched) *touched += n;\n", MIXTURES),
     Fault("described_pass.py", "self._touched.value, about.touched = 0, ", "about.touched = ", MIXTURES),
-    Fault("planner.py", ", touched=done.touched)", ")", MIXTURES),
+    Fault("planner.py", ", touched=done.touched, ahead", ", ahead", MIXTURES),
     Fault("costs.py", "alone += self.experts.spared(", "0 * self.experts.spared(", EXPERT_COSTS),
     Fault("costs.py", "list(accumulate(found, max))", "found", EXPERT_COSTS),
     Fault(
@@ -938,4 +938,7 @@ FAULTS = [
     Fault("session.py", "[] if self.target.ahead else self._in_time(joining)", "self._in_time(joining)", AHEAD),
     Fault("round.py", "FOREVER if row.parameters.max_draft == 0 else ", "", AHEAD),
     Fault("passes.py", "        self._ahead.drop()\n        part, tokens", "        part, tokens", AHEAD),
+    Fault("costs.py", "if ahead is not None and rows == 1:", "if False:", COSTS),
+    Fault("costs.py", "if ahead else 0.0", "if ahead else self.spared", COSTS),
+    Fault("search.py", "costs.verify[0] if costs.plain is None else costs.plain", "costs.verify[0]", COSTS),
 ]

@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -331,6 +332,24 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_plain_rounds_whose_passes_are_made_together_take_less():
+    costs = known_costs(pass_=1e-2, level=1e-3)
+    for _ in range(40):
+        costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0)  # a draft was asked for and not found
+    assert costs.plain(1, PROMPT) == costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
+    for _ in range(40):
+        costs.observe(1, 1, PROMPT, 1e-2, 5e-4, None, (), 0, ahead=True)
+    assert costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
+    assert costs.plain(1, PROMPT) == costs.plain_seconds(1, PROMPT)[0] == pytest.approx(1.05e-2, rel=0.01)
+    assert costs.plain(2, PROMPT) == costs.verify(2, (1,), PROMPT)[0]
+    rarely = search.Costs(verify=[1.2e-2, 1.2e-2], draft=lambda levels: 0.0, available=0.1, any_row=0.1)
+    assert max(search.chains([0.9], rarely), key=lambda plan: plan.rate).shape.nodes == 1
+    assert max(search.chains([0.9], replace(rarely, plain=1.05e-2)), key=lambda plan: plan.rate).shape.nodes == 0
+    for _ in range(40):
+        costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0, ahead=False)  # something keeps passes from being made together now
+    assert costs.plain(1, PROMPT) == pytest.approx(costs.verify(1, (1,), PROMPT)[0], rel=0.01)
 
 
 class TimedTarget(TableTarget):

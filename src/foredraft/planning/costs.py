@@ -38,6 +38,7 @@ MISSED = 4  # tokens per row that a draft reads besides without much notice
 FEW_TREES, LEAST_SHARE = 2, 0.04  # rounds over trees that "no longer than chains" counts for, and what a round counts of their average
 SLOWER = 2.0  # rounds that one over a tree may count longer
 FADING_TREES = 0.99  # of what trees take longer is still believed a round without one later: they are tried again
+SPARED, MOST_SPARED = 0.2, 0.5  # what a round counts of what such rounds spare; and the most that they spare of a round
 TOGETHER = 10  # tokens that are read together in the time of one level, until it was seen
 LEVEL, LOOK_UP = 2e-3, 2e-5  # seconds of a draft's level where a target's pass takes 10 ms: of a model, and of a mere look-up
 
@@ -56,6 +57,7 @@ class CostModel:
         level: of one level of the draft, by the nodes it is drafted below.
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
+        spared: by a plain round of a single row whose pass is made in one call with those of others.
         fixed, catch_up: per number of rows.
         exits: per number of rows and layer, of a pass over one node that leaves the target there, for a drafter that can choose.
         spent: seconds that measuring took so far.
@@ -80,6 +82,7 @@ class CostModel:
         self._tree_drift = 0.0
         self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
         self.rest = Curve(lambda tokens: 1e-4)
+        self.spared = 0.0
         self._pace = 0.0  # the target's scale when a draft was last timed
         self.context = 0.0
         self.fixed: dict[int, float] = {}
@@ -91,7 +94,11 @@ class CostModel:
         if not self.target.points and not self.plain_passes:
             return None
         timed = self.plain_passes[min(self.plain_passes, key=lambda each: abs(each - rows))] if self.plain_passes else 0
-        return self.verify(rows, (1,), context)[0], timed >= ENOUGH
+        return self.plain(rows, context), timed >= ENOUGH
+
+    def plain(self, rows: int, context: float) -> float:
+        """Seconds of a round that is planned without a draft."""
+        return self.verify(rows, (1,), context)[0] - (self.spared if rows == 1 else 0.0)
 
     def pass_seconds(self, rows: int, nodes: float, context: float) -> float:
         """Of a whole pass over ``nodes`` per row, the longest row having ``context`` tokens."""
@@ -171,10 +178,12 @@ class CostModel:
         *,
         branching: bool = False,
         touched: float | None = None,
+        ahead: bool | None = None,
     ) -> None:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart. What a
         tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it. ``touched``:
-        experts of a layer that some node took, where that is known."""
+        experts of a layer that some node took, where that is known. ``ahead``, of a round that was planned without a
+        draft: whether its pass was made in one call with those of others; then the seconds are their average."""
         more = self.context * rows * max(0, context - PROMPT)
         alone = max(target - more, 0.1 * target)
         if self.experts.routing is not None and touched is not None:
@@ -189,7 +198,12 @@ class CostModel:
             self._tree_drift = abs(math.log((chain + longer) / (chain + self._checked.setdefault(rows, longer))))
         else:
             self.target.observe(rows, nodes, alone)
-            self.rest.observe(rows, nodes, rest)
+            if not ahead:
+                self.rest.observe(rows, nodes, rest)
+            if ahead is not None and rows == 1:
+                usual = self.verify(rows, (nodes,), context)[0]
+                spared = min(max(usual - target - rest, 0.0), MOST_SPARED * usual) if ahead else 0.0
+                self.spared += SPARED * (spared - self.spared)
             self.branching = {each: (FADING_TREES * longer, count) for each, (longer, count) in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1

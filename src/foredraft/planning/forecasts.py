@@ -228,7 +228,7 @@ class Forecaster:
         acceptance = self.of(greedy)
         costs = self._lasting(rows, acceptance)
         if not isinstance(shape, StaticShape):
-            return search.Plan(shape, self.grown[greedy].tokens, self.grown[greedy].seconds * costs.verify[0])
+            return search.Plan(shape, self.grown[greedy].tokens, self.grown[greedy].seconds * search.plain(costs).seconds)
         if not shape.nodes:
             return search.plain(costs)
         accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
@@ -334,6 +334,7 @@ class Forecaster:
             available=available,
             any_row=1.0 if self._filler else 1 - (1 - available) ** rows,
             own=self.own and rows > 1,
+            plain=self.costs.plain(rows, context),
         )
 
     def _scored(self, sizes: Sequence[float]) -> list[float]:

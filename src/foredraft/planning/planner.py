@@ -29,6 +29,7 @@ SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 192  # rounds between tries
+VAIN_PAUSE = 32  # the same at most where tries find nothing to draft: a copy may begin at any time
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
 LOOKS = 3  # first rounds that draft whatever a stored profile says of drafts: it may be of a busy hour, and would never be found out
@@ -197,7 +198,8 @@ class AutomaticPlanner(Planner):
         if rows != self._plain[0] or self._since_check <= CHECKS:
             return
         wait = self._pause - self._since_try if self.account and self.account > 0 else SELDOM_PLAIN
-        self._rest, self._rest_for = max(0, min(SELDOM_PLAIN, wait) - 1), (rows, greedy)
+        most = VAIN_PAUSE if self.costs.spared else SELDOM_PLAIN
+        self._rest, self._rest_for = max(0, min(most, wait) - 1), (rows, greedy)
         self._rounds += self._rest
         self._since_try += self._rest
         self._since_check += self._rest
@@ -293,9 +295,11 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            self.costs.observe(count, nodes, done.context, target, done.rest, *drafts, branching=branching, touched=done.touched)
+            ahead = None if drafting else done.ahead
+            told = count, nodes, done.context, target, done.rest, *drafts
+            self.costs.observe(*told, branching=branching, touched=done.touched, ahead=ahead)
         self._check()
-        plain, verify = (self.costs.verify(count, (size,), done.context, branching=branching and size > 1)[0] for size in (1, nodes))
+        plain, verify = self.costs.plain(count, done.context), self.costs.verify(count, (nodes,), done.context, branching=branching)[0]
         if self.account is None:
             self.account = STAKE * plain
         if not drafting:
@@ -314,16 +318,19 @@ class AutomaticPlanner(Planner):
         self._credit(gain, plain)
         alike = count == 1 and (empty or not self._trying)
         self._alike = (done.shape, plain, usual if empty else cost, 0) if alike else (None, 0.0, 0.0, 0)
-        self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking else 0
+        vain = self._in_vain(empty)
+        self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking and not vain else 0
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
             self._next, self._earliest = 0, 0.0
         if self._looking:
             self._next, self._earliest = 0, 0.0
-        elif self._trying and not empty:  # a try without a draft cost nothing and says nothing
+        elif self._trying and not empty:
             self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
+        elif vain:
+            self._since_try, self._pause = 0, max(self._pause, min(2 * self._pause, VAIN_PAUSE))
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -341,7 +348,7 @@ class AutomaticPlanner(Planner):
         self._looks += self._looking
         behind, _ = self.forecaster.catch_up(rows, done)
         count, levels = len(done.asked), search.widths(done.shape.truncate(max(done.asked)))
-        plain, verify = (self.costs.verify(count, (size,), done.context)[0] for size in (1, max(1.0, done.nodes)))
+        plain, verify = self.costs.plain(count, done.context), self.costs.verify(count, (max(1.0, done.nodes),), done.context)[0]
         cost = verify + self.costs.draft_seconds(count, levels, behind)
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=None)
         if self.forecaster.rounds(done.greedy) <= HASTY:
@@ -351,7 +358,14 @@ class AutomaticPlanner(Planner):
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
         shape, plain, cost, often = self._alike
         steady = shape == done.shape and isinstance(shape, StaticShape) and done.asked[0] >= shape.depth
-        if not steady or any(done.drafted) == self._empty or often + 1 >= SELDOM or self.forecaster.rounds(done.greedy) <= HASTY:
+        empty = not any(done.drafted)
+        if (
+            not steady
+            or empty != self._empty
+            or self._in_vain(empty)
+            or often + 1 >= SELDOM
+            or self.forecaster.rounds(done.greedy) <= HASTY
+        ):
             return False
         self._alike = shape, plain, cost, often + 1
         self._since_check += 1
@@ -359,6 +373,10 @@ class AutomaticPlanner(Planner):
         self.forecaster.catch_up(rows, done)
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         return True
+
+    def _in_vain(self, empty: bool) -> bool:
+        """Whether a round was a try that found nothing to draft, and cost something: passes could have been made together."""
+        return self._trying and empty and self.costs.spared > 0
 
     def _stalls(self, spent: float, expected: float) -> bool:
         """Whether the machine stopped for a while in a round that drafted, as it does to collect garbage: a single such round would

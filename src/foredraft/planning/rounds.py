@@ -40,6 +40,7 @@ class Round:
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
         touched: experts of a layer that some node of the pass took, on average; None if they are not counted.
+        ahead: its pass was made in one call with those of the rounds before; the seconds are their average.
         settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
@@ -60,6 +61,7 @@ class Round:
     expected: float | None = None
     touched: float | None = None
     settling: bool = False
+    ahead: bool = False
 
 
 class Planner(ABC):

@@ -46,6 +46,7 @@ class Costs:
         any_row: how often any row does; otherwise the target's pass has one node.
         own: rows pay for their own nodes, so that one without a draft is as cheap as one that was not asked for.
         trees: as ``verify``, over trees that branch; those of chains where nothing else is known.
+        plain: of a round that is planned without a draft, if it takes less than one that gets none.
     """
 
     verify: Sequence[float]
@@ -55,6 +56,7 @@ class Costs:
     any_row: float = 1.0
     own: bool = False
     trees: Sequence[float] = ()
+    plain: float | None = None
 
     def times(self, factor: float) -> Costs:
         """These with drafts that take so many times as long."""
@@ -63,7 +65,7 @@ class Costs:
 
 def plain(costs: Costs) -> Plan:
     """Zero drafting."""
-    return Plan(chain(0), 1.0, costs.verify[0])
+    return Plan(chain(0), 1.0, costs.verify[0] if costs.plain is None else costs.plain)
 
 
 def best_chain(rates: Sequence[float], costs: Costs) -> Plan:
