@@ -647,7 +647,7 @@ FAULTS = [
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
     Fault("planner.py", "branching=branching, touched=done.touched, ahead", "touched=done.touched, ahead", ROUNDS),
     Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
-    Fault("planner.py", "empty != self._empty or self", "empty or self", ROUNDS),
+    Fault("planner.py", "or empty != self._empty\n", "or empty\n", ROUNDS),
     Fault("planner.py", "if empty and count == 1 and not self._looking and not vain else 0", "if count == 1 else 0", ROUNDS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
@@ -941,4 +941,6 @@ FAULTS = [
     Fault("costs.py", "if ahead is not None and rows == 1:", "if False:", COSTS),
     Fault("costs.py", "if ahead else 0.0", "if ahead else self.spared", COSTS),
     Fault("search.py", "costs.verify[0] if costs.plain is None else costs.plain", "costs.verify[0]", COSTS),
+    Fault("planner.py", "            or self._in_vain(empty)\n", "", ROUNDS),
+    Fault("planner.py", "min(2 * self._vain_pause, VAIN_PAUSE)", "2 * self._vain_pause", ROUNDS),
 ]

@@ -338,7 +338,7 @@ def test_plain_rounds_whose_passes_are_made_together_take_less():
     costs = known_costs(pass_=1e-2, level=1e-3)
     for _ in range(40):
         costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0)  # a draft was asked for and not found
-    assert costs.plain(1, PROMPT) == costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
+    assert costs.spared is None and costs.plain(1, PROMPT) == costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
     for _ in range(40):
         costs.observe(1, 1, PROMPT, 1e-2, 5e-4, None, (), 0, ahead=True)
     assert costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)

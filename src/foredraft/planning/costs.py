@@ -57,7 +57,8 @@ class CostModel:
         level: of one level of the draft, by the nodes it is drafted below.
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
-        spared: by a plain round of a single row whose pass is made in one call with those of others.
+        spared: by a plain round of a single row whose pass is made in one call with those of others; None until one was seen, 0 where
+            passes are not made together.
         fixed, catch_up: per number of rows.
         exits: per number of rows and layer, of a pass over one node that leaves the target there, for a drafter that can choose.
         spent: seconds that measuring took so far.
@@ -82,7 +83,7 @@ class CostModel:
         self._tree_drift = 0.0
         self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
         self.rest = Curve(lambda tokens: 1e-4)
-        self.spared = 0.0
+        self.spared: float | None = None
         self._pace = 0.0  # the target's scale when a draft was last timed
         self.context = 0.0
         self.fixed: dict[int, float] = {}
@@ -98,7 +99,7 @@ class CostModel:
 
     def plain(self, rows: int, context: float) -> float:
         """Seconds of a round that is planned without a draft."""
-        return self.verify(rows, (1,), context)[0] - (self.spared if rows == 1 else 0.0)
+        return self.verify(rows, (1,), context)[0] - (self.spared or 0.0 if rows == 1 else 0.0)
 
     def pass_seconds(self, rows: int, nodes: float, context: float) -> float:
         """Of a whole pass over ``nodes`` per row, the longest row having ``context`` tokens."""
@@ -182,8 +183,8 @@ class CostModel:
     ) -> None:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart. What a
         tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it. ``touched``:
-        experts of a layer that some node took, where that is known. ``ahead``, of a round that was planned without a
-        draft: whether its pass was made in one call with those of others; then the seconds are their average."""
+        experts of a layer that some node took, where that is known. ``ahead``, of a round after which it was certain
+        that others would be plain: whether their passes were made in one call; then the seconds are their average."""
         more = self.context * rows * max(0, context - PROMPT)
         alone = max(target - more, 0.1 * target)
         if self.experts.routing is not None and touched is not None:
@@ -203,7 +204,7 @@ class CostModel:
             if ahead is not None and rows == 1:
                 usual = self.verify(rows, (nodes,), context)[0]
                 spared = min(max(usual - target - rest, 0.0), MOST_SPARED * usual) if ahead else 0.0
-                self.spared += SPARED * (spared - self.spared)
+                self.spared = spared if self.spared is None else self.spared + SPARED * (spared - self.spared)
             self.branching = {each: (FADING_TREES * longer, count) for each, (longer, count) in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1

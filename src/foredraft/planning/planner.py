@@ -29,7 +29,7 @@ SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 192  # rounds between tries
-VAIN_PAUSE = 32  # the same at most where tries find nothing to draft: a copy may begin at any time
+VAIN_PAUSE = 32  # at most, between those that find nothing to draft: a copy may begin at any time
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
 LOOKS = 3  # first rounds that draft whatever a stored profile says of drafts: it may be of a busy hour, and would never be found out
@@ -91,6 +91,7 @@ class AutomaticPlanner(Planner):
         self._wrong = False  # the profile was
         self._looks, self._looking = 0, False  # rounds to come that look what drafts cost, and whether the present one is of them
         self._pause, self._since_try, self._trying = FIRST_PAUSE, FIRST_PAUSE, False
+        self._vain_pause = FIRST_PAUSE  # rounds between tries that find nothing to draft
         self._together = True
         self._limits: dict[int, int] | None = None
         self._forecast: Forecast | None = None
@@ -106,6 +107,7 @@ class AutomaticPlanner(Planner):
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
+        self._rests = False  # some follow the present one
         self._again, self._empty = 0, False  # rounds to come of the same shape, the last one having had no draft; whether that was so
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class AutomaticPlanner(Planner):
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
         if not self._resting:
-            self._rest = 0
+            self._rest, self._rests = 0, False
         again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
         self._again = max(0, again - 1)
         if self._resting:
@@ -200,6 +202,7 @@ class AutomaticPlanner(Planner):
         wait = self._pause - self._since_try if self.account and self.account > 0 else SELDOM_PLAIN
         most = VAIN_PAUSE if self.costs.spared else SELDOM_PLAIN
         self._rest, self._rest_for = max(0, min(most, wait) - 1), (rows, greedy)
+        self._rests = self._rest > 0
         self._rounds += self._rest
         self._since_try += self._rest
         self._since_check += self._rest
@@ -295,7 +298,7 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            ahead = None if drafting else done.ahead
+            ahead = done.ahead if self._rests else None
             told = count, nodes, done.context, target, done.rest, *drafts
             self.costs.observe(*told, branching=branching, touched=done.touched, ahead=ahead)
         self._check()
@@ -318,7 +321,7 @@ class AutomaticPlanner(Planner):
         self._credit(gain, plain)
         alike = count == 1 and (empty or not self._trying)
         self._alike = (done.shape, plain, usual if empty else cost, 0) if alike else (None, 0.0, 0.0, 0)
-        vain = self._in_vain(empty)
+        vain = count == 1 and self._in_vain(empty)
         self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking and not vain else 0
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
@@ -326,11 +329,12 @@ class AutomaticPlanner(Planner):
         if self._looking:
             self._next, self._earliest = 0, 0.0
         elif self._trying and not empty:
-            self._since_try = 0
+            self._since_try, self._vain_pause = 0, FIRST_PAUSE
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
         elif vain:
-            self._since_try, self._pause = 0, max(self._pause, min(2 * self._pause, VAIN_PAUSE))
+            self._vain_pause = min(2 * self._vain_pause, VAIN_PAUSE)
+            self._since_try = min(0, self._pause - self._vain_pause)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
@@ -375,8 +379,8 @@ class AutomaticPlanner(Planner):
         return True
 
     def _in_vain(self, empty: bool) -> bool:
-        """Whether a round was a try that found nothing to draft, and cost something: passes could have been made together."""
-        return self._trying and empty and self.costs.spared > 0
+        """Whether a round was a try that found nothing to draft, and may have cost something: passes could have been made together."""
+        return self._trying and empty and self.costs.spared != 0.0
 
     def _stalls(self, spent: float, expected: float) -> bool:
         """Whether the machine stopped for a while in a round that drafted, as it does to collect garbage: a single such round would
