@@ -600,6 +600,15 @@ def test_asking_in_vain_costs_little_where_plain_rounds_could_be_made_together()
     assert run.last(5)["chain(0)"] == 0
 
 
+def test_drafts_that_pay_less_than_plain_rounds_that_are_made_together():
+    """Beside plain rounds one by one they would pay, and no other are made before something is known of them."""
+    machine = Machine(lambda tokens: (10 + 0.01 * tokens) * MS, level=0.02 * MS, rates=(0.12,), spared=2 * MS)
+    run = Run(machine, planner(machine)).go(300)
+    assert run.last(100)["chain(0)"] > 90
+    machine.spared = 0.0
+    assert Run(machine, planner(machine)).go(300).last(100)["chain(0)"] < 10
+
+
 def test_a_fixed_shape_stays():
     fixed = FixedPlanner(TreeShape.chain(5))
     assert fixed.plan([], greedy=True) is fixed.shape and not fixed.learns and fixed.prepare(None, None, 3) == 0  # type: ignore[arg-type]

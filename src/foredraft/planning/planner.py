@@ -38,6 +38,7 @@ HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one is looked at closely: every look costs after a pass
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
+COMPARED, MUCH = 6, 1.3  # plain rounds in a row that show what they take together, unless drafting is so many times better than others
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
@@ -108,6 +109,7 @@ class AutomaticPlanner(Planner):
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
         self._rests = False  # some follow the present one
+        self._apart = 2  # times that plain rounds are to be compared
         self._again, self._empty = 0, False  # rounds to come of the same shape, the last one having had no draft; whether that was so
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -172,6 +174,8 @@ class AutomaticPlanner(Planner):
         plain = forecast.plain.seconds
         if self.account is None:
             self.account = STAKE * plain
+        if len(rows) == 1 and forecast.best.rate < MUCH * forecast.plain.rate and self._compares_plain(greedy):
+            return NOTHING
         if forecast.best.shape.nodes:
             self._looks = 0  # its rounds show what drafts cost
             if self.account <= LIMIT * plain:
@@ -193,6 +197,16 @@ class AutomaticPlanner(Planner):
             return NOTHING
         self._trying = True
         return attempt.shape
+
+    def _compares_plain(self, greedy: bool) -> bool:
+        """After the first drafts, a few plain rounds show once what they take where their passes are made together: the first one shows how
+        long a pass takes, and the others follow one another."""
+        if not self._apart or self.costs.spared is not None or self.forecaster.rounds(greedy) <= HASTY:
+            return False
+        self._apart -= 1
+        if not self._apart:
+            self._rest, self._rest_for, self._rests = COMPARED - 1, (1, greedy), True
+        return True
 
     def _sit_out(self, rows: int, greedy: bool, plain: float) -> None:
         """Plan no round until the next one that is looked at or may be a try: nothing changes before. Behind a pass, with cold caches, even
