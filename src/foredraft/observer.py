@@ -64,9 +64,11 @@ class Observer:
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
         self._on_gpu, self._together, self._unsettled = False, True, 0
-        self._burst: list[tuple[float, float]] = []  # of rounds whose passes were made in one call: seconds of the target, and of the rest
-        self._compared: list[tuple[float, float, float]] = []  # of the same: plain passes, seconds without the draft, and all seconds
-        self._wanted = True  # the planner is told of them
+        # Of the rounds so far whose passes were made in one call: seconds of the target and of the rest; and for the speed-up, plain passes,
+        # seconds without the draft, and all seconds. The planner wants to know of these rounds, or not.
+        self._called: list[tuple[float, float]] = []
+        self._compared: list[tuple[float, float, float]] = []
+        self._wanted = True
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -145,12 +147,12 @@ class Observer:
         since = planned if self.drafter.info.shares_target else begin
         if self._request is not None or len(rows) > 1:
             self._cut()
-        if not self._burst:
+        if not self._called:
             self._wanted = self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows)))
-        self._burst.append((target, end - since - draft - target))
+        self._called.append((target, end - since - draft - target))
         over = not self.target.ahead
         if over and self._wanted:
-            target, rest = (sum(each) / len(self._burst) for each in zip(*self._burst))
+            target, rest = (sum(each) / len(self._called) for each in zip(*self._called))
             self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, rest))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
         if over:
@@ -184,7 +186,7 @@ class Observer:
             passes, seconds, whole = map(sum, zip(*self._compared))
             count = len(self._compared)
             self.stats.speedup.plain_round(rows, passes / count, seconds / count, whole, count)
-        self._burst, self._compared = [], []
+        self._called, self._compared = [], []
 
     def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
         """The round as the planner sees it."""
@@ -209,7 +211,7 @@ class Observer:
             expected=self.drafter.expected_accepted,
             touched=self._touched,
             settling=self._settling,
-            ahead=len(self._burst) > 1,
+            ahead=len(self._called) > 1,
         )
 
     @property

@@ -221,7 +221,8 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------------
 
     def step(self, *, follow: bool = True) -> list[Commit]:
-        """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part.
+        """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part. Where the passes of
+        the next rounds were made already, these rounds come first.
 
         A row fails alone, as :attr:`Commit.error <foredraft.rows.Commit>` says, where a processor or a stopping criterion of its own
         raises, or no token can be chosen from its scores. Anything else that goes wrong, a drafter that proposes nonsense for instance,
@@ -306,7 +307,7 @@ class Session:
             self._set_aside(excess)
         joining = self.admission.joining(self.rows, self.waiting)
         if joining and self.rows:
-            joining = [] if self.target.ahead else self._in_time(joining)  # passes were made ahead: soon
+            joining = [] if self.target.ahead else self._in_time(joining)  # else these passes would be lost
         if joining:
             commits = self._join(joining)
         elif self.rows:

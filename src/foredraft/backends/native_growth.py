@@ -240,7 +240,7 @@ class NativeGrowth(Grower):
         """Decode behind ``ids``, of which the cache lacks the last token: read that, and then each token that is likeliest, or drawn by
         ``draws``; ``most`` at most and none behind one of ``ends``. Returns these tokens, and ``[n, V]`` the logits that they were chosen
         from, which the next call overwrites; None where this text cannot be continued here. What was read is not committed."""
-        text = self._begin(ids, 1, most - 1, self.head.outputs)
+        text = self._begin(ids, 1, most - 1, self.head.outputs if draws is None else draws.q.shape[2])
         if text is None or self._about.missed != 1:
             return None
         if len(self._logits) < most:

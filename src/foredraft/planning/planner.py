@@ -312,7 +312,7 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            ahead = done.ahead if self._rests else None
+            ahead = done.ahead or (False if self._rests else None)
             told = count, nodes, done.context, target, done.rest, *drafts
             self.costs.observe(*told, branching=branching, touched=done.touched, ahead=ahead)
         self._check()
