@@ -64,8 +64,8 @@ class Observer:
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
         self._on_gpu, self._together, self._unsettled = False, True, 0
-        # Of the rounds so far whose passes were made in one call: seconds of the target and of the rest; and for the speed-up, plain passes,
-        # seconds without the draft, and all seconds. The planner wants to know of these rounds, or not.
+        # Of the rounds so far whose passes were made in one call: seconds of the target and of the rest; and for the speed-up, plain
+        # passes, seconds without the draft, and all seconds. And whether the planner wants to know of these rounds.
         self._called: list[tuple[float, float]] = []
         self._compared: list[tuple[float, float, float]] = []
         self._wanted = True

@@ -221,8 +221,8 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------------
 
     def step(self, *, follow: bool = True) -> list[Commit]:
-        """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part. Where the passes of
-        the next rounds were made already, these rounds come first.
+        """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part. Where the passes
+        of the next rounds were made already, these rounds come first.
 
         A row fails alone, as :attr:`Commit.error <foredraft.rows.Commit>` says, where a processor or a stopping criterion of its own
         raises, or no token can be chosen from its scores. Anything else that goes wrong, a drafter that proposes nonsense for instance,
