@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -65,10 +66,10 @@ class Observer:
         self._sampler: Sampler | None = None
         self._on_gpu, self._together, self._unsettled = False, True, 0
         # Of the rounds so far whose passes were made in one call: seconds of the target and of the rest; and for the speed-up, plain
-        # passes, seconds without the draft, and all seconds. And whether the planner wants to know of these rounds.
+        # passes, seconds without the draft, and all seconds. And the first of these rounds, if the planner wants to know of them.
         self._called: list[tuple[float, float]] = []
         self._compared: list[tuple[float, float, float]] = []
-        self._wanted = True
+        self._first: Round | None = None
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -148,12 +149,13 @@ class Observer:
         if self._request is not None or len(rows) > 1:
             self._cut()
         if not self._called:
-            self._wanted = self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows)))
+            wanted = self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows)))
+            self._first = self._round(rows, outcome, sampler, draft) if wanted else None
         self._called.append((target, end - since - draft - target))
         over = not self.target.ahead
-        if over and self._wanted:
+        if over and self._first is not None:
             target, rest = (sum(each) / len(self._called) for each in zip(*self._called))
-            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, rest))
+            self.planner.observe(rows, replace(self._first, target=target, rest=rest, ahead=self._ahead()))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
         if over:
             self._cut(len(rows))
@@ -188,8 +190,12 @@ class Observer:
             self.stats.speedup.plain_round(rows, passes / count, seconds / count, whole, count)
         self._called, self._compared = [], []
 
-    def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
-        """The round as the planner sees it."""
+    def _ahead(self) -> bool | None:
+        """Whether the passes of several rounds were made together; None if they could not have been."""
+        return len(self._called) > 1 or (None if self.target.filled_page else False)
+
+    def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float) -> Round:
+        """The round as the planner sees it, before the seconds of the target and of the rest are known."""
         tree, request, lines = self._tree, self._request, outcome.rows
         assert tree is not None
         known = tree.static_parents is not None and not tree.chain
@@ -201,8 +207,8 @@ class Observer:
             nodes=sum(1 + sum(line.drafted) for line in lines) / len(lines) if tree.chain and self.target.ragged else tree.nodes,
             context=max(len(row.ids) for row in rows),
             draft=draft,
-            target=target,
-            rest=rest,
+            target=0.0,
+            rest=0.0,
             split=not self._on_gpu,
             shared=self.drafter.info.shares_target,
             static_parents=tree.static_parents if known else None,
@@ -211,7 +217,6 @@ class Observer:
             expected=self.drafter.expected_accepted,
             touched=self._touched,
             settling=self._settling,
-            ahead=len(self._called) > 1,
         )
 
     @property

@@ -296,7 +296,7 @@ class Loop:
         """The target's logits at the draft's nodes. While nothing is drafted for a single row, passes of later rounds may be made, too."""
         row, tree = rows[0], draft.tree.with_safe_parents()
         resting = FOREVER if row.parameters.max_draft == 0 else self.planner.resting
-        alone = len(rows) == 1 and tree.nodes == 1 and not row.guesses.guesses and (resting == FOREVER or not shape.nodes)
+        alone = len(rows) == 1 and tree.nodes == 1 and not row.guesses.guesses
         foreseen = isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)
         if not alone or not foreseen:
             return self.target.score(tree)

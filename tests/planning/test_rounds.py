@@ -86,9 +86,9 @@ class Run:
         machine = self.machine
         ahead = self.planner.resting > 0
         shape = self.planner.plan(self.live, greedy=True)
-        ahead = self.rows == 1 and (ahead or self.planner.resting > 0)
         self.shapes.append(str(shape))
         given = [shape.nodes > 0 and self.draw.random() < machine.available for _ in self.live]
+        ahead = self.rows == 1 and not any(given) and (ahead or self.planner.resting > 0)
         paths = [self._walk(shape) if each else [0] for each in given]
         grown = isinstance(shape, DynamicShape)
         nodes = 1 + (machine.grown_nodes if grown else shape.nodes) if any(given) else 1

@@ -84,6 +84,7 @@ class CostModel:
         self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
         self.rest = Curve(lambda tokens: 1e-4)
         self.spared: float | None = None
+        self._warm = False  # passes were made together before
         self._pace = 0.0  # the target's scale when a draft was last timed
         self.context = 0.0
         self.fixed: dict[int, float] = {}
@@ -202,14 +203,20 @@ class CostModel:
             if not ahead:
                 self.rest.observe(rows, nodes, rest)
             if ahead is not None and rows == 1:
-                usual = self.verify(rows, (nodes,), context)[0]
-                spared = min(max(usual - target - rest, 0.0), MOST_SPARED * usual) if ahead else 0.0
-                self.spared = spared if self.spared is None else self.spared + SPARED * (spared - self.spared)
+                self._observe_spared(self.verify(rows, (nodes,), context)[0], target + rest, ahead)
             self.branching = {each: (FADING_TREES * longer, count) for each, (longer, count) in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1
         if draft is not None and widths:
             self._observe_draft(rows, draft, widths, behind)
+
+    def _observe_spared(self, usual: float, seconds: float, ahead: bool) -> None:
+        """The first passes that are made together say nothing: their code runs for the first time."""
+        if ahead and not self._warm:
+            self._warm = True
+            return
+        spared = min(max(usual - seconds, 0.0), MOST_SPARED * usual) if ahead else 0.0
+        self.spared = spared if self.spared is None else self.spared + SPARED * (spared - self.spared)
 
     def _observe_draft(self, rows: int, draft: float, widths: Sequence[int], behind: int) -> None:
         """Where much was missed, what is left of the seconds after the levels is the price of that."""

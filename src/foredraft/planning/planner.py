@@ -109,7 +109,8 @@ class AutomaticPlanner(Planner):
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
         self._rests = False  # some follow the present one
-        self._apart = 2  # times that plain rounds are to be compared
+        self._waived = 0  # so many follow a try, unless it finds something to draft
+        self._apart = 3  # times that plain rounds are to be compared
         self._again, self._empty = 0, False  # rounds to come of the same shape, the last one having had no draft; whether that was so
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class AutomaticPlanner(Planner):
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
         if not self._resting:
-            self._rest, self._rests = 0, False
+            self._rest, self._rests, self._waived = 0, False, 0
         again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
         self._again = max(0, again - 1)
         if self._resting:
@@ -196,15 +197,18 @@ class AutomaticPlanner(Planner):
             self._sit_out(len(rows), greedy, plain)
             return NOTHING
         self._trying = True
+        if len(rows) == 1 and self.costs.spared:
+            self._waived = min(2 * self._vain_pause, VAIN_PAUSE) - 1
+            self._rest, self._rest_for = self._waived, (1, greedy)
         return attempt.shape
 
     def _compares_plain(self, greedy: bool) -> bool:
         """After the first drafts, a few plain rounds show once what they take where their passes are made together: the first one shows how
-        long a pass takes, and the others follow one another."""
+        long a pass takes, the next ones run that code for the first time, and the others count."""
         if not self._apart or self.costs.spared is not None or self.forecaster.rounds(greedy) <= HASTY:
             return False
         self._apart -= 1
-        if not self._apart:
+        if self._apart < 2:
             self._rest, self._rest_for, self._rests = COMPARED - 1, (1, greedy), True
         return True
 
@@ -217,10 +221,13 @@ class AutomaticPlanner(Planner):
         most = VAIN_PAUSE if self.costs.spared else SELDOM_PLAIN
         self._rest, self._rest_for = max(0, min(most, wait) - 1), (rows, greedy)
         self._rests = self._rest > 0
-        self._rounds += self._rest
-        self._since_try += self._rest
-        self._since_check += self._rest
-        self._credit(SHARE * plain * self._rest, plain)
+        self._count_rest(self._rest, plain)
+
+    def _count_rest(self, rounds: int, plain: float) -> None:
+        self._rounds += rounds
+        self._since_try += rounds
+        self._since_check += rounds
+        self._credit(SHARE * plain * rounds, plain)
 
     def limits(self, rows: Sequence[Row]) -> list[int] | None:
         limits = self._limits
@@ -278,12 +285,13 @@ class AutomaticPlanner(Planner):
         return self._resting
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
-        count, drafting = len(done.asked), done.shape.nodes > 0
+        count, drafting, empty = len(done.asked), done.shape.nodes > 0, not any(done.drafted)
+        if drafting and not empty:
+            self._rest = 0
         self._settling = self._settling + 1 if done.settling else 0
         if 0 < self._settling <= SETTLING:
             self._settle(rows, done)
             return
-        empty = not any(done.drafted)
         if drafting and count == 1 and self._as_before(rows, done):
             return
         grown = isinstance(done.shape, DynamicShape)
@@ -312,11 +320,12 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            ahead = done.ahead or (False if self._rests else None)
+            ahead = done.ahead if done.ahead or self._rests else None
             told = count, nodes, done.context, target, done.rest, *drafts
             self.costs.observe(*told, branching=branching, touched=done.touched, ahead=ahead)
         self._check()
         plain, verify = self.costs.plain(count, done.context), self.costs.verify(count, (nodes,), done.context, branching=branching)[0]
+        verify = plain if done.ahead else verify
         if self.account is None:
             self.account = STAKE * plain
         if not drafting:
@@ -349,6 +358,7 @@ class AutomaticPlanner(Planner):
         elif vain:
             self._vain_pause = min(2 * self._vain_pause, VAIN_PAUSE)
             self._since_try = min(0, self._pause - self._vain_pause)
+            self._count_rest(self._waived, plain)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ class Round:
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
         touched: experts of a layer that some node of the pass took, on average; None if they are not counted.
-        ahead: its pass was made in one call with those of the rounds before; the seconds are their average.
+        ahead: its pass was made in one call with those of the rounds after it, and the seconds are their average; None if the cache alone
+            kept them apart.
         settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
@@ -61,7 +62,7 @@ class Round:
     expected: float | None = None
     touched: float | None = None
     settling: bool = False
-    ahead: bool = False
+    ahead: bool | None = False
 
 
 class Planner(ABC):

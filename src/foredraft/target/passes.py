@@ -19,6 +19,7 @@ from foredraft.backends.native_growth import Draws
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.layers import LayerRanges, layer_count
+from foredraft.models.pages import PAGE
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe
 from foredraft.target.ahead import Ahead
@@ -105,6 +106,11 @@ class Passes:
     def ahead(self) -> bool:
         """The next round's pass was made ahead, unless its token is another than was thought."""
         return len(self.lengths) == 1 and self._ahead.left(self.lengths[0])
+
+    @property
+    def filled_page(self) -> bool:
+        """The only row has filled a page: no pass could be made in the call of its last one, had there been none before."""
+        return self.lengths[0] % PAGE == 0
 
     @property
     def ragged(self) -> bool:
