@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.errors import notice
 from foredraft.logits.sampler import Sampler
-from foredraft.outcome import Outcome
+from foredraft.outcome import Outcome, RowOutcome
 from foredraft.planning import Planner, Round
 from foredraft.rows import Commit, SessionRow
 from foredraft.shapes import TreeShape
@@ -65,11 +64,7 @@ class Observer:
         self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
         self._on_gpu, self._together, self._unsettled = False, True, 0
-        # Of the rounds so far whose passes were made in one call: seconds of the target and of the rest; and for the speed-up, plain
-        # passes, seconds without the draft, and all seconds. And the first of these rounds, if the planner wants to know of them.
-        self._called: list[tuple[float, float]] = []
-        self._compared: list[tuple[float, float, float]] = []
-        self._first: Round | None = None
+        self.passes = 1  # of plain decoding that were made in one call in this round
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -84,7 +79,6 @@ class Observer:
 
     @contextmanager
     def prefill(self, sampler: Sampler) -> Iterator[None]:
-        self._cut()
         passes = self.target.passes
         with self.stats.timing("prefill"):
             yield
@@ -105,13 +99,16 @@ class Observer:
     def drafted(self, tree: TokenTree, shape: TreeShape, guessed: Collection[int] = ()) -> None:
         """``shape`` is what was to be drafted; of the rows ``guessed``, the drafter drafted nothing."""
         assert self._sampler is not None
-        self.stats.shapes[str(shape)] = self.stats.shapes.get(str(shape), 0) + 1
         self._guessed = guessed
-        self._tree, self._asked, self._passes = tree, self._sampler.watch.seconds, self.target.passes
+        self._shape, self._tree, self._asked, self._passes = str(shape), tree, self._sampler.watch.seconds, self.target.passes
         self._times.append(time.perf_counter())
         self._processor = time.thread_time()
 
-    def scored(self, logits: Tensor) -> None:
+    def scored(self, logits: Tensor, passes: int) -> None:
+        """``passes`` of plain decoding were made in one call; 1 of a round with a draft."""
+        self.passes = passes
+        for shape in (self._shape, *(passes - 1) * (str(NOTHING),)):
+            self.stats.shapes[shape] = self.stats.shapes.get(shape, 0) + 1
         self._on_gpu, self._touched = logits.device.type != "cpu", self.target.touched
         self._times.append(time.perf_counter())
         if logits.device.type == "cpu":
@@ -130,7 +127,9 @@ class Observer:
             self.stats.time_to_first_token = now
         for row, commit, kept in zip(rows, commits, outcome.rows):
             row.stats.token_times += [now] * len(commit.tokens)
-            self.stats.count(row.stats, kept=len(commit.tokens), drafted=kept.drafted, accepted=commit.accepted, counted=counted)
+            drafted = kept.drafted if self.passes == 1 else ()
+            passes = self.passes if counted else 0
+            self.stats.count(row.stats, kept=len(commit.tokens), drafted=drafted, accepted=commit.accepted, passes=passes)
         self._kept = sum(len(commit.tokens) for commit in commits)
         self._times.append(time.perf_counter())
 
@@ -146,26 +145,15 @@ class Observer:
         self.stats.seconds["target"] += target
         # drafts by the target's own layers cost so little more than plain rounds that the planner's first searches would show
         since = planned if self.drafter.info.shares_target else begin
-        if self._request is not None or len(rows) > 1:
-            self._cut()
-        if not self._called:
-            wanted = self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows)))
-            self._first = self._round(rows, outcome, sampler, draft) if wanted else None
-        self._called.append((target, end - since - draft - target))
-        over = not self.target.ahead
-        if over and self._first is not None:
-            target, rest = (sum(each) / len(self._called) for each in zip(*self._called))
-            self.planner.observe(rows, replace(self._first, target=target, rest=rest, ahead=self._ahead()))
+        if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows), self.passes)):
+            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - since - draft - target))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
-        if over:
-            self._cut(len(rows))
 
     def _count_layers(self) -> None:
         self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
 
     def settle(self) -> None:
         """Rows are over: work out the speed-up, and note what was learnt."""
-        self._cut()
         self.stats.learning = self.drafter.learnt
         self.stats.speedup.settle(self.planner.plain_seconds)
 
@@ -180,35 +168,24 @@ class Observer:
         if self._tree.nodes > 1:
             self.stats.speedup.drafted_round(len(rows), passes, max(len(row.ids) for row in rows), whole)
             return
-        self._compared.append((passes, seconds, whole))
+        self.stats.speedup.plain_round(len(rows), passes / self.passes, seconds / self.passes, whole, self.passes)
 
-    def _cut(self, rows: int = 1) -> None:
-        """The rounds whose passes were made in one call are over; or they will not all be made, as drafts are made or rows change."""
-        if self._compared:
-            passes, seconds, whole = map(sum, zip(*self._compared))
-            count = len(self._compared)
-            self.stats.speedup.plain_round(rows, passes / count, seconds / count, whole, count)
-        self._called, self._compared = [], []
-
-    def _ahead(self) -> bool | None:
-        """Whether the passes of several rounds were made together; None if they could not have been."""
-        return len(self._called) > 1 or (None if self.target.filled_page else False)
-
-    def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float) -> Round:
-        """The round as the planner sees it, before the seconds of the target and of the rest are known."""
+    def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
+        """The round as the planner sees it."""
         tree, request, lines = self._tree, self._request, outcome.rows
+        plain = [self.passes > 1 or index in self._guessed for index in range(len(lines))]  # nothing is learnt of drafts
         assert tree is not None
         known = tree.static_parents is not None and not tree.chain
         return Round(
             shape=NOTHING if request is None else request.shape,
             asked=[0] * len(lines) if request is None else request.limits,
-            drafted=[() if index in self._guessed else line.drafted for index, line in enumerate(lines)],
-            accepted=[0 if index in self._guessed else line.accepted for index, line in enumerate(lines)],
-            nodes=sum(1 + sum(line.drafted) for line in lines) / len(lines) if tree.chain and self.target.ragged else tree.nodes,
+            drafted=[() if other else line.drafted for line, other in zip(lines, plain)],
+            accepted=[0 if other else line.accepted for line, other in zip(lines, plain)],
+            nodes=self._nodes(tree, lines),
             context=max(len(row.ids) for row in rows),
             draft=draft,
-            target=0.0,
-            rest=0.0,
+            target=target / self.passes,
+            rest=rest / self.passes,
             split=not self._on_gpu,
             shared=self.drafter.info.shares_target,
             static_parents=tree.static_parents if known else None,
@@ -217,7 +194,14 @@ class Observer:
             expected=self.drafter.expected_accepted,
             touched=self._touched,
             settling=self._settling,
+            passes=self.passes,
+            alone=self.passes == 1 and self.target.filled_page,
         )
+
+    def _nodes(self, tree: TokenTree, lines: Sequence[RowOutcome]) -> float:
+        """Per row, that a pass read."""
+        ragged = tree.nodes > 1 and tree.chain and self.target.ragged
+        return sum(1 + sum(line.drafted) for line in lines) / len(lines) if ragged else tree.nodes
 
     @property
     def _settling(self) -> bool:

@@ -43,12 +43,14 @@ class Draft:
         shape: what was to be drafted.
         guessed: the rows, by their number, that have a guess in place of the drafter's.
         part: where there are such rows, what the drafter drafted for the others; None if it was not asked.
+        passes: of plain decoding that were made in one call, each behind a token that the target has chosen itself: these are the tree.
     """
 
     tree: TokenTree
     shape: TreeShape = NOTHING
     guessed: Mapping[int, Guessed] = field(default_factory=dict)
     part: Part | None = None
+    passes: int = 1
 
 
 @dataclass(eq=False)
@@ -92,7 +94,7 @@ class Loop:
 
     def round(self, rows: list[SessionRow], *, together: bool, ahead: bool = True) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
-        the rows before they are done, ``ahead`` that passes of later rounds may be made as well."""
+        the rows before they are done, ``ahead`` that several passes may be made where nothing is drafted."""
         self.observer.begin(together=together)
         sampler, guessed = self.sampler(rows), self._guesses(rows)
         shape = self._plan(rows, guessed, greedy=sampler.greedy, together=together)
@@ -102,8 +104,8 @@ class Loop:
         draft = self._draft(rows, shape, request, sampler, guessed)
         self.observer.drafted(draft.tree, draft.shape, guessed)
 
-        logits = self._score(rows, draft, shape, sampler, ahead=ahead)
-        self.observer.scored(logits)
+        draft, logits = self._score(rows, draft, shape, sampler, ahead=ahead)
+        self.observer.scored(logits, draft.passes)
 
         outcome = self._verify(self._rule(shape), rows, draft.tree, logits, sampler)
         self.observer.verified()
@@ -292,17 +294,20 @@ class Loop:
 
     # -- score, verify and commit ---------------------------------------------------------------------------------------
 
-    def _score(self, rows: Sequence[SessionRow], draft: Draft, shape: TreeShape, sampler: Sampler, *, ahead: bool) -> Tensor:
-        """The target's logits at the draft's nodes. While nothing is drafted for a single row, passes of later rounds may be made, too."""
+    def _score(self, rows: Sequence[SessionRow], draft: Draft, shape: TreeShape, sampler: Sampler, *, ahead: bool) -> tuple[Draft, Tensor]:
+        """The target's logits at the draft's nodes. While nothing is drafted for a single row, it may decode several tokens at once."""
         row, tree = rows[0], draft.tree.with_safe_parents()
-        resting = FOREVER if row.parameters.max_draft == 0 else self.planner.resting
-        alone = len(rows) == 1 and tree.nodes == 1 and not row.guesses.guesses
         foreseen = isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)
-        if not alone or not foreseen:
-            return self.target.score(tree)
-        most = min(1 + resting, row.remaining) if ahead else 1
+        if len(rows) > 1 or tree.nodes > 1 or row.guesses.guesses or not foreseen:
+            return draft, self.target.score(tree)
+        resting = FOREVER if row.parameters.max_draft == 0 else self.planner.resting
+        most = min(1 + resting, row.remaining) if ahead and not row.parameters.trace else 1
         draws = None if sampler.greedy else partial(draws_of, sampler, vocab_size=self.target.vocab_size)
-        return self.target.score_ahead(tree, row.ids, most=most, ends=row.parameters.eos, draws=draws)
+        read, logits = self.target.decode(tree, row.ids, most=most, ends=row.parameters.eos, draws=draws)
+        if not read:
+            return draft, logits
+        chain = TokenTree.from_chain(to_device([[row.ids[-1], *read]], self.target.device))
+        return Draft(chain, draft.shape, passes=1 + len(read)), logits
 
     def _rule(self, shape: TreeShape) -> Rule:
         """Where nothing is to be drafted every lossless rule draws from p, and match does so at once. Its noise is keyed by the position
@@ -330,7 +335,8 @@ class Loop:
             accepted = kept.accepted if failure is None else failure.depth
             tokens = [*kept.tokens[1 : accepted + 1], *([kept.bonus] if failure is None else ())]
             error = None if failure is None else failure.error
-            commit = row.append(tokens, accepted, self.target.device, error, drafter=drafter, drafted=kept.drafted)
+            drafted = (accepted, kept.drafted) if draft.passes == 1 else (0, ())
+            commit = row.append(tokens, drafted[0], self.target.device, error, drafter=drafter, drafted=drafted[1])
             self.committed.append(rows, index, commit.tokens)
             for name in self.record:
                 del getattr(row, name)[len(row.ids) - row.prompt_length :]
@@ -364,6 +370,8 @@ class Loop:
         known = without_failed(logits, failed) if info.needs_logits else None
         hidden = self.target.hidden if info.features else None
         feedback = Feedback(draft.tree, accepted, outcome.path, known, hidden, failed)
+        if draft.passes > 1:
+            return replace(feedback, drafted=False)
         return member_feedback(info, draft.part, feedback, kept_paths(feedback)) if draft.guessed else feedback
 
 

@@ -169,19 +169,19 @@ class Stats(Described):
             self.prompt_tokens += tokens
             self.reused += reused
 
-    def count(self, row: RowStats, *, kept: int, drafted: Sequence[int], accepted: int, counted: bool) -> None:
-        """Add what a row gained: ``kept`` tokens, of which ``accepted`` were among those ``drafted`` at each depth. ``counted`` says that
-        the pass is a row-pass."""
+    def count(self, row: RowStats, *, kept: int, drafted: Sequence[int], accepted: int, passes: int) -> None:
+        """Add what a row gained: ``kept`` tokens, of which ``accepted`` were among those ``drafted`` at each depth. So many row-``passes``
+        count: none of a prefill."""
         self.new_tokens += kept
         row.tokens += kept
-        if not counted:
+        if not passes:
             return
         for each in (self, row):
             each.kept += kept
             each.drafted += sum(drafted)
             each.accepted += accepted
-        self.row_passes += 1
-        row.passes += 1
+        self.row_passes += passes
+        row.passes += passes
         if drafted:
             self.count_depths(drafted, accepted)
 

@@ -108,7 +108,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.passes = 0
         self.warm_up = self.settling = 0
-        self.ahead = self.filled_page = False
+        self.filled_page = False
         self.chains_only: str | None = None
         self.ragged = self.sourced = self.counts_sources = False
         self.routing = self.touched = None
@@ -187,9 +187,9 @@ class TableTarget:
         self.kept = {layer: read(self.early[layer - 1], self.cached, tree) for layer in self._keeping}
         return scores
 
-    def score_ahead(self, tree: TokenTree, ids: Sequence[int], **how: Any) -> Tensor:
-        """Reads nothing ahead."""
-        return self.score(tree)
+    def decode(self, tree: TokenTree, ids: Sequence[int], **how: Any) -> tuple[list[int], Tensor]:
+        """One pass."""
+        return [], self.score(tree)
 
     def score_early(self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: object = None) -> Tensor:
         """As :meth:`score`, by the table of the layers below ``exit``, or of what is left of them, which is the first table."""

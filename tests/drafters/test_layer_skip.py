@@ -208,6 +208,7 @@ def test_the_threshold_follows_the_acceptance_of_its_row():
     stopping.end(rows[:1])
     assert stopping.request(request).thresholds == pytest.approx([0.8, 0.501])
     stopping.observe(rows, Feedback(TokenTree.root(torch.zeros(2, dtype=torch.long)), [0, 0], None))  # without a draft nothing moves
+    stopping.observe(rows, Feedback(chain, (1, 2), None, drafted=False))  # nor by tokens that were not drafted
     assert stopping.request(request).thresholds == pytest.approx([0.8, 0.501])
 
 

@@ -90,7 +90,7 @@ CLIENTS = ("tests/serving/test_clients.py",)
 STOPS = ("tests/serving/test_stops.py",)
 PLANS = ("tests/serving/test_plans.py",)
 PLANNING = ("tests/planning/test_planner.py", "tests/planning/test_rounds.py")
-AHEAD = ("tests/target/test_ahead.py",)
+DECODE = ("tests/target/test_decode.py",)
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAILING = ("tests/test_failing_rows.py",)
@@ -645,7 +645,7 @@ FAULTS = [
     Fault("experts.py", "self.router.matrix.values if known.float32 else None", "None", MIXTURES),
     Fault("products.py", "for held in (layer._parameters, layer._buffers):", "for held in (layer._parameters,):", MIXTURES),
     Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
-    Fault("planner.py", "branching=branching, touched=done.touched, ahead", "touched=done.touched, ahead", ROUNDS),
+    Fault("planner.py", "branching=branching, touched=done.touched, together", "touched=done.touched, together", ROUNDS),
     Fault("planner.py", "COLD, SLOW = 0.03, 1.5", "COLD, SLOW = 0.0, 1.5", ROUNDS),
     Fault("planner.py", "or empty != self._empty\n", "or empty\n", ROUNDS),
     Fault("planner.py", "if empty and count == 1 and not self._looking and not vain else 0", "if count == 1 else 0", ROUNDS),
@@ -901,7 +901,7 @@ FAULTS = [
     Fault("eager.py", "None if given.part is not None else direct.decoder.touched", "direct.decoder.touched", MIXTURES),
     Fault("experts.h", "        if (touched) *touched += active;\n", "        if (touched) *touched += n;\n", MIXTURES),
     Fault("described_pass.py", "self._touched.value, about.touched = 0, ", "about.touched = ", MIXTURES),
-    Fault("planner.py", ", touched=done.touched, ahead", ", ahead", MIXTURES),
+    Fault("planner.py", ", touched=done.touched, together", ", together", MIXTURES),
     Fault("costs.py", "alone += self.experts.spared(", "0 * self.experts.spared(", EXPERT_COSTS),
     Fault("costs.py", "list(accumulate(found, max))", "found", EXPERT_COSTS),
     Fault(
@@ -923,25 +923,28 @@ FAULTS = [
     Fault("rounding.py", "            for hook in hooks:\n                hook.remove()\n", "            pass\n", MIXTURES),
     Fault("self_test.py", "if backend.overrides.unfuse(why):", "if False:", MIXTURES),
     Fault("kernels.py", "self.native, self.unfused, self._failed = 0, why, why", "self.native, self.unfused = 0, why", MIXTURES),
-    # passes that are made ahead of their rounds
-    Fault("growth.h", "draws ? drawn(draws, n, last", "draws ? drawn(draws, 0, last", AHEAD),
-    Fault("growth.h", "if (ends[i] == token) return n;", ";", AHEAD),
-    Fault("growth.h", "now.start++, now.logits += now.columns;", "now.logits += now.columns;", AHEAD),
-    Fault("growth.h", "finish(g, 1), last = g->logits;", "finish(g, 1);", AHEAD),
-    Fault("ahead.py", "maker is not self._maker or", "", AHEAD),
-    Fault("ahead.py", " or self._tokens[index] != token", "", AHEAD),
-    Fault("ahead.py", ", PAGE - length % PAGE)", ")", AHEAD),
-    Fault("session.py", ", ahead=not self.waiting)", ")", AHEAD),
-    Fault("observer.py", "        over = not self.target.ahead", "        over = True", AHEAD),
-    Fault("observer.py", "        self._cut()\n        passes = self.target.passes", "        passes = self.target.passes", AHEAD),
-    Fault("round.py", "isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)", "True", AHEAD),
-    Fault("session.py", "[] if self.target.ahead else self._in_time(joining)", "self._in_time(joining)", AHEAD),
-    Fault("round.py", "FOREVER if row.parameters.max_draft == 0 else ", "", AHEAD),
-    Fault("passes.py", "        self._ahead.drop()\n        part, tokens", "        part, tokens", AHEAD),
-    Fault("costs.py", "if ahead is not None and rows == 1:", "if False:", COSTS),
-    Fault("costs.py", "if ahead else 0.0", "if ahead else self.spared", COSTS),
+    # several passes of plain decoding in one call
+    Fault("growth.h", "draws ? drawn(draws, n, last", "draws ? drawn(draws, 0, last", DECODE),
+    Fault("growth.h", "if (ends[i] == token) return n;", ";", DECODE),
+    Fault("growth.h", "now.start++, now.logits += now.columns;", "now.logits += now.columns;", DECODE),
+    Fault("growth.h", "finish(g, 1), last = g->logits;", "finish(g, 1);", DECODE),
+    Fault("passes.py", ", PAGE - self.lengths[0] % PAGE)", ")", DECODE),
+    Fault("passes.py", "1 if self._pace is None else int(SECONDS / self._pace)", "MOST", DECODE),
+    Fault("session.py", ", ahead=not self.waiting)", ")", DECODE),
+    Fault("observer.py", "target=target / self.passes", "target=target", DECODE),
+    Fault("observer.py", "drafted = kept.drafted if self.passes == 1 else ()", "drafted = kept.drafted", DECODE),
+    Fault("observer.py", "seconds / self.passes, whole, self.passes)", "seconds, whole)", DECODE),
+    Fault("observer.py", "alone=self.passes == 1 and self.target.filled_page", "alone=False", DECODE),
+    Fault("round.py", "isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)", "True", DECODE),
+    Fault("round.py", "FOREVER if row.parameters.max_draft == 0 else ", "", DECODE),
+    Fault("round.py", "if ahead and not row.parameters.trace else 1", "if ahead else 1", DECODE),
+    Fault("round.py", "return replace(feedback, drafted=False)", "return feedback", DECODE),
+    Fault("costs.py", "if together is not None and rows == 1:", "if False:", COSTS),
+    Fault("costs.py", "if together else 0.0", "if together else self.spared", COSTS),
     Fault("planner.py", " and self._compares_plain(greedy):", " and False:", ROUNDS),
     Fault("search.py", "costs.verify[0] if costs.plain is None else costs.plain", "costs.verify[0]", COSTS),
     Fault("planner.py", "            or self._in_vain(empty)\n", "", ROUNDS),
-    Fault("planner.py", "min(2 * self._vain_pause, VAIN_PAUSE)", "2 * self._vain_pause", ROUNDS),
+    Fault("planner.py", "round(1 / max(available, 1 / VAIN_PAUSE))", "1", ROUNDS),
+    Fault("planner.py", "self._rest = self._waived = self._vain_pause - 1", "self._waived = 0", ROUNDS),
+    Fault("costs.py", "if together and not self._warm:", "if False:", COSTS),
 ]

@@ -138,7 +138,7 @@ class World:
                 shape=shape if max(asked) else search.chain(0), asked=asked, drafted=[[1] * depth for depth in drafted], accepted=accepted,
                 nodes=nodes, context=30, draft=0.0, target=target, rest=0.0,
             )  # fmt: skip
-            if max(asked) or not planner.passes_over(len(live)):
+            if max(asked) or not planner.passes_over(len(live), 1):
                 planner.observe(live, done)
             live = [row for row in live if len(row.ids) < row.capacity]
         return spent

@@ -54,7 +54,7 @@ class Changing:
     def limits(self, rows: Sequence[Any]) -> list[int] | None:
         return None if self.turn % 2 == 0 else [(self.turn // 2 + row.slot + 1) % 3 for row in rows]
 
-    def passes_over(self, rows: int) -> bool:
+    def passes_over(self, rows: int, passes: int) -> bool:
         return False
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:

@@ -339,8 +339,10 @@ def test_plain_rounds_whose_passes_are_made_together_take_less():
     for _ in range(40):
         costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0)  # a draft was asked for and not found
     assert costs.spared is None and costs.plain(1, PROMPT) == costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
+    costs.observe(1, 1, PROMPT, 1e-2, 2e-2, None, (), 0, together=True)  # runs that code for the first time, which says nothing
+    assert costs.spared is None
     for _ in range(40):
-        costs.observe(1, 1, PROMPT, 1e-2, 5e-4, None, (), 0, ahead=True)
+        costs.observe(1, 1, PROMPT, 1e-2, 5e-4, None, (), 0, together=True)
     assert costs.verify(1, (1,), PROMPT)[0] == pytest.approx(1.2e-2, rel=0.01)
     assert costs.plain(1, PROMPT) == costs.plain_seconds(1, PROMPT)[0] == pytest.approx(1.05e-2, rel=0.01)
     assert costs.plain(2, PROMPT) == costs.verify(2, (1,), PROMPT)[0]
@@ -348,7 +350,7 @@ def test_plain_rounds_whose_passes_are_made_together_take_less():
     assert max(search.chains([0.9], rarely), key=lambda plan: plan.rate).shape.nodes == 1
     assert max(search.chains([0.9], replace(rarely, plain=1.05e-2)), key=lambda plan: plan.rate).shape.nodes == 0
     for _ in range(40):
-        costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0, ahead=False)  # something keeps passes from being made together now
+        costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0, together=False)  # something keeps passes from being made together now
     assert costs.plain(1, PROMPT) == pytest.approx(costs.verify(1, (1,), PROMPT)[0], rel=0.01)
 
 

@@ -30,8 +30,8 @@ class Machine:
     """What rounds take and bring: ``target(tokens of all rows)``, ``level`` per level of the draft, ``missed`` per token that a draft model
     has to read first, and ``rates[rank]`` of acceptance, at every depth alike. Of a tree that the draft grows by its own probabilities
     each level brings a token with the rate ``grown``, and there are ``grown_nodes``. The first rounds with a draft take ``cold`` seconds
-    more, and passes over trees that branch ``branching``. Plain rounds take ``spared`` less where it is known beforehand that several
-    follow one another."""
+    more, and passes over trees that branch ``branching``. A round takes ``besides`` its passes; it makes one, or, where
+    nothing is drafted, ``together`` at most."""
 
     target: Callable[[int], float]
     level: float = 0.2 * MS
@@ -43,7 +43,8 @@ class Machine:
     grown_nodes: int = 10
     cold: Sequence[float] = ()
     branching: float = 0.0
-    spared: float = 0.0
+    besides: float = 0.02 * MS
+    together: int = 1
 
     def known(self, rows: int) -> CostModel:
         """As if measured before."""
@@ -75,31 +76,30 @@ class Run:
         self.read = [0] * self.rows
 
     def go(self, rounds: int) -> Run:
-        for _ in range(rounds):
-            self._round()
+        end = len(self.shapes) + rounds
+        while len(self.shapes) < end:
+            self._round(end - len(self.shapes))
         return self
 
     def last(self, rounds: int) -> Counter[str]:
         return Counter(self.shapes[-rounds:])
 
-    def _round(self) -> None:
+    def _round(self, most: int = 1) -> None:
         machine = self.machine
-        ahead = self.planner.resting > 0
         shape = self.planner.plan(self.live, greedy=True)
-        self.shapes.append(str(shape))
         given = [shape.nodes > 0 and self.draw.random() < machine.available for _ in self.live]
-        ahead = self.rows == 1 and not any(given) and (ahead or self.planner.resting > 0)
+        passes = 1 if self.rows > 1 or any(given) else min(1 + self.planner.resting, most, machine.together)
+        self.shapes += [str(shape)] + (passes - 1) * ["chain(0)"]
         paths = [self._walk(shape) if each else [0] for each in given]
         grown = isinstance(shape, DynamicShape)
         nodes = 1 + (machine.grown_nodes if grown else shape.nodes) if any(given) else 1
         target = machine.target(self.rows * nodes) + (machine.branching if nodes > 1 and not shape.is_chain else 0.0)
-        target -= machine.spared if ahead else 0.0
         draft = 0.0
         if shape.nodes:
             behind = sum(len(row.ids) - 1 - read for row, read in zip(self.live, self.read))
             draft = len(widths(shape)) * machine.level + machine.missed * behind
         for row, path in zip(self.live, paths):
-            row.ids += [0] * len(path)
+            row.ids += [0] * (len(path) + passes - 1)
         if shape.nodes:
             self.read = [len(row.ids) - 1 for row in self.live]
             place = sum(each != "chain(0)" for each in self.shapes)
@@ -115,14 +115,14 @@ class Run:
             context=len(self.live[0].ids),
             draft=draft * slower,
             target=target * slower,
-            rest=0.02 * MS,
+            rest=machine.besides / passes,
             static_parents=None if grown or shape.is_chain else shape.parents,
             paths=() if grown or shape.is_chain else paths,
-            ahead=ahead,
+            passes=passes,
         )
-        self.seconds += (target + draft) * slower + 0.02 * MS
-        self.tokens += 1 + sum(accepted) / self.rows
-        if shape.nodes or not self.planner.passes_over(self.rows):
+        self.seconds += (passes * target + draft) * slower + machine.besides
+        self.tokens += passes + sum(accepted) / self.rows
+        if shape.nodes or not self.planner.passes_over(self.rows, passes):
             self.planner.observe(self.live, done)
 
     def _walk(self, shape: TreeShape) -> list[int]:
@@ -589,11 +589,11 @@ def test_a_look_up_that_seldom_finds_anything_is_asked_all_the_same():
 
 def test_asking_in_vain_costs_little_where_plain_rounds_could_be_made_together():
     """And a text that can be copied is noticed all the same."""
-    machine = Machine(lambda tokens: (10 + 0.1 * tokens) * MS, level=0.02 * MS, rates=(0.9,), available=0.0, spared=2 * MS)
+    machine = Machine(lambda tokens: (10 + 0.1 * tokens) * MS, level=0.02 * MS, rates=(0.9,), available=0.0, besides=2 * MS, together=8)
     run = Run(machine, planner(machine)).go(200)
-    before, rounds = run.seconds, 1000
-    run.go(rounds)
-    assert run.seconds - before < 1.015 * rounds * (machine.target(1) - machine.spared + 0.02 * MS)
+    before, begun = run.seconds, len(run.shapes)
+    rounds = len(run.go(1000).shapes) - begun
+    assert run.seconds - before < 1.005 * rounds * (machine.target(1) + machine.besides / 8)
     assert rounds / 64 < sum(shape != "chain(0)" for shape in run.shapes[-rounds:]) < rounds / 24
     run.machine.available = 1.0
     run.go(VAIN_PAUSE + 10)
@@ -602,10 +602,10 @@ def test_asking_in_vain_costs_little_where_plain_rounds_could_be_made_together()
 
 def test_drafts_that_pay_less_than_plain_rounds_that_are_made_together():
     """Beside plain rounds one by one they would pay, and no other are made before something is known of them."""
-    machine = Machine(lambda tokens: (10 + 0.01 * tokens) * MS, level=0.02 * MS, rates=(0.12,), spared=2 * MS)
+    machine = Machine(lambda tokens: (10 + 0.01 * tokens) * MS, level=0.02 * MS, rates=(0.08,), besides=2 * MS, together=8)
     run = Run(machine, planner(machine)).go(300)
     assert run.last(100)["chain(0)"] > 90
-    machine.spared = 0.0
+    machine.besides = 0.0
     assert Run(machine, planner(machine)).go(300).last(100)["chain(0)"] < 10
 
 

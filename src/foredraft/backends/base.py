@@ -196,8 +196,8 @@ class Backend:
         """Make one pass."""
         raise TypeError(f"{type(self).__name__} must define forward(given)")
 
-    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Any) -> tuple[list[int], Tensor] | None:
-        """Several plain passes in one call, as ``NativeGrowth.ahead`` has them, or None."""
+    def decode(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Any) -> tuple[list[int], Tensor] | None:
+        """Several plain passes in one call, as ``NativeGrowth.decode`` makes them, or None."""
         return None
 
     def read(self, features: Features | None) -> None:

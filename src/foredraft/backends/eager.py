@@ -190,7 +190,7 @@ class Eager(Backend):
         with nullcontext() if pages is None else pages.in_use(self.cache):
             return self.called(given, window, positions, mask, where)
 
-    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
+    def decode(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
         direct = self.direct
         if direct is None or direct.bias is not None or self.features is not None:
             return None
@@ -201,7 +201,7 @@ class Eager(Backend):
             return None
         if isinstance(self.cache, PagedCache):
             self.cache.handed = False
-        found = growth.ahead(ids, most=most, ends=ends, draws=draws)
+        found = growth.decode(ids, most=most, ends=ends, draws=draws)
         if found is not None:
             self.passes += len(found[0])
             self.touched = None if self.routing is None else float(self.routing.chosen)

@@ -236,7 +236,7 @@ class NativeGrowth(Grower):
             self._matrix.bias = self._bias.data_ptr()
         self._about.head = ctypes.addressof(self._matrix)
 
-    def ahead(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
+    def decode(self, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Draws | None) -> tuple[list[int], Tensor] | None:
         """Decode behind ``ids``, of which the cache lacks the last token: read that, and then each token that is likeliest, or drawn by
         ``draws``; ``most`` at most and none behind one of ``ends``. Returns these tokens, and ``[n, V]`` the logits that they were chosen
         from, which the next call overwrites; None where this text cannot be continued here. What was read is not committed."""
@@ -246,7 +246,7 @@ class NativeGrowth(Grower):
         if len(self._logits) < most:
             self._logits = self._like.new_empty(most, self.head.packed_outputs)
         tokens, stop, how = (ctypes.c_int64 * most)(), (ctypes.c_int64 * len(ends))(*ends), None if draws is None else draws.about
-        count = self._library.ahead(self._about, self._pass, text, most, stop, len(ends), self._logits.data_ptr(), tokens, how)
+        count = self._library.decode(self._about, self._pass, text, most, stop, len(ends), self._logits.data_ptr(), tokens, how)
         self._end(ids, count)
         return tokens[:count], self.direct.finished(self._logits[:count, : self.head.outputs])
 

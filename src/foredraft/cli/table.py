@@ -66,7 +66,7 @@ class Recording(FixedPlanner):
         super().__init__(TreeShape.chain(gamma), exits=drafter.info.exits)
         self.rounds: list[Round] = []
 
-    def passes_over(self, rows: int) -> bool:
+    def passes_over(self, rows: int, passes: int) -> bool:
         return False
 
     def observe(self, rows: Sequence[Any], done: Round) -> None:

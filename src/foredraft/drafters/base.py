@@ -159,6 +159,8 @@ class Feedback:
             ``path[r][accepted[r]]``. The tree may be another than the one it drafted: without a draft only the roots, among several
             drafters the merged one.
         failed: the rows, by their number, that ended in an error. Their logits are zeros, and their hidden states may be NaN.
+        drafted: False for a tree of tokens that the target alone has chosen, in several passes of plain decoding: nothing is learnt of how
+            often drafts are right.
     """
 
     tree: TokenTree
@@ -167,6 +169,7 @@ class Feedback:
     logits: Tensor | None = None
     hidden: Tensor | None = None
     failed: frozenset[int] = frozenset()
+    drafted: bool = True
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def own_feedback(part: Part, feedback: Feedback, paths: Sequence[Sequence[int]])
 def member_feedback(info: DrafterInfo, part: Part | None, feedback: Feedback, paths: Sequence[Sequence[int]]) -> Feedback:
     """``feedback`` for one of those who drafted: on its own nodes, or, without a ``part``, on a round without a draft. One that reads
     hidden states gets feedback on the whole tree, because it needs those of every node that was kept, whoever proposed it."""
-    if info.features or not (info.learns_from_feedback or info.needs_logits):
+    if info.features or not feedback.drafted or not (info.learns_from_feedback or info.needs_logits):
         return feedback
     if part is None:
         logits = None if feedback.logits is None else feedback.logits[:, :1]

@@ -70,7 +70,7 @@ class Stopping:
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """A round is over."""
         tree = feedback.tree
-        if self.threshold != "auto" or tree.nodes == 1:
+        if self.threshold != "auto" or tree.nodes == 1 or not feedback.drafted:
             return
         depths = tree.with_safe_parents().depths
         depths = depths if tree.valid is None else torch.where(tree.valid, depths, 0)

@@ -57,8 +57,8 @@ class CostModel:
         level: of one level of the draft, by the nodes it is drafted below.
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
-        spared: by a plain round of a single row whose pass is made in one call with those of others; None until one was seen, 0 where
-            passes are not made together.
+        spared: by a pass of plain decoding of a single row that is made in one call with others; None until some were seen, 0 where passes
+            are not made together.
         fixed, catch_up: per number of rows.
         exits: per number of rows and layer, of a pass over one node that leaves the target there, for a drafter that can choose.
         spent: seconds that measuring took so far.
@@ -180,12 +180,12 @@ class CostModel:
         *,
         branching: bool = False,
         touched: float | None = None,
-        ahead: bool | None = None,
+        together: bool | None = None,
     ) -> None:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart. What a
         tree takes says nothing of a plain round: on a small model, its mask and the moves in the cache are a good part of it. ``touched``:
-        experts of a layer that some node took, where that is known. ``ahead``, of a round after which it was certain
-        that others would be plain: whether their passes were made in one call; then the seconds are their average."""
+        experts of a layer that some node took, where that is known. ``together``, of a round after which it was certain
+        that others would be plain: whether their passes were made in the same call; then the seconds are of one of them."""
         more = self.context * rows * max(0, context - PROMPT)
         alone = max(target - more, 0.1 * target)
         if self.experts.routing is not None and touched is not None:
@@ -200,22 +200,22 @@ class CostModel:
             self._tree_drift = abs(math.log((chain + longer) / (chain + self._checked.setdefault(rows, longer))))
         else:
             self.target.observe(rows, nodes, alone)
-            if not ahead:
+            if not together:
                 self.rest.observe(rows, nodes, rest)
-            if ahead is not None and rows == 1:
-                self._observe_spared(self.verify(rows, (nodes,), context)[0], target + rest, ahead)
+            if together is not None and rows == 1:
+                self._observe_spared(self.verify(rows, (nodes,), context)[0], target + rest, together)
             self.branching = {each: (FADING_TREES * longer, count) for each, (longer, count) in self.branching.items()}
         if nodes == 1:
             self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1
         if draft is not None and widths:
             self._observe_draft(rows, draft, widths, behind)
 
-    def _observe_spared(self, usual: float, seconds: float, ahead: bool) -> None:
+    def _observe_spared(self, usual: float, seconds: float, together: bool) -> None:
         """The first passes that are made together say nothing: their code runs for the first time."""
-        if ahead and not self._warm:
+        if together and not self._warm:
             self._warm = True
             return
-        spared = min(max(usual - seconds, 0.0), MOST_SPARED * usual) if ahead else 0.0
+        spared = min(max(usual - seconds, 0.0), MOST_SPARED * usual) if together else 0.0
         self.spared = spared if self.spared is None else self.spared + SPARED * (spared - self.spared)
 
     def _observe_draft(self, rows: int, draft: float, widths: Sequence[int], behind: int) -> None:

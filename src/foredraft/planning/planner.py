@@ -197,9 +197,11 @@ class AutomaticPlanner(Planner):
             self._sit_out(len(rows), greedy, plain)
             return NOTHING
         self._trying = True
+        available = self.forecaster.of(greedy).availability
+        self._vain_pause = max(FIRST_PAUSE, min(VAIN_PAUSE, round(1 / max(available, 1 / VAIN_PAUSE))))
         if len(rows) == 1 and self.costs.spared:
-            self._waived = min(2 * self._vain_pause, VAIN_PAUSE) - 1
-            self._rest, self._rest_for = self._waived, (1, greedy)
+            self._rest = self._waived = self._vain_pause - 1
+            self._rest_for = 1, greedy
         return attempt.shape
 
     def _compares_plain(self, greedy: bool) -> bool:
@@ -281,13 +283,15 @@ class AutomaticPlanner(Planner):
     def resting(self) -> int:
         return self._rest
 
-    def passes_over(self, rows: int) -> bool:
-        return self._resting
+    def passes_over(self, rows: int, passes: int) -> bool:
+        resting = self._resting
+        self._rest = max(0, self._rest - (passes - 1))
+        return resting
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting, empty = len(done.asked), done.shape.nodes > 0, not any(done.drafted)
-        if drafting and not empty:
-            self._rest = 0
+        if drafting:
+            self._rest = max(0, self._rest - (done.passes - 1)) if empty else 0
         self._settling = self._settling + 1 if done.settling else 0
         if 0 < self._settling <= SETTLING:
             self._settle(rows, done)
@@ -320,12 +324,12 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            ahead = done.ahead if done.ahead or self._rests else None
+            together = True if done.passes > 1 else False if self._rests and not done.alone else None
             told = count, nodes, done.context, target, done.rest, *drafts
-            self.costs.observe(*told, branching=branching, touched=done.touched, ahead=ahead)
+            self.costs.observe(*told, branching=branching, touched=done.touched, together=together)
         self._check()
         plain, verify = self.costs.plain(count, done.context), self.costs.verify(count, (nodes,), done.context, branching=branching)[0]
-        verify = plain if done.ahead else verify
+        verify = plain if done.passes > 1 else verify
         if self.account is None:
             self.account = STAKE * plain
         if not drafting:
@@ -352,11 +356,10 @@ class AutomaticPlanner(Planner):
         if self._looking:
             self._next, self._earliest = 0, 0.0
         elif self._trying and not empty:
-            self._since_try, self._vain_pause = 0, FIRST_PAUSE
+            self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
         elif vain:
-            self._vain_pause = min(2 * self._vain_pause, VAIN_PAUSE)
             self._since_try = min(0, self._pause - self._vain_pause)
             self._count_rest(self._waived, plain)
 

@@ -40,8 +40,8 @@ class Round:
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
         touched: experts of a layer that some node of the pass took, on average; None if they are not counted.
-        ahead: its pass was made in one call with those of the rounds after it, and the seconds are their average; None if the cache alone
-            kept them apart.
+        passes: of plain decoding that were made in one call; ``target`` and ``rest`` are the seconds of one of them, on average.
+        alone: nothing but the end of a page of the cache may have kept other passes from being made in the same call.
         settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
@@ -62,7 +62,8 @@ class Round:
     expected: float | None = None
     touched: float | None = None
     settling: bool = False
-    ahead: bool | None = False
+    passes: int = 1
+    alone: bool = False
 
 
 class Planner(ABC):
@@ -92,11 +93,11 @@ class Planner(ABC):
 
     @property
     def resting(self) -> int:
-        """So many rounds after the one just planned draft nothing either, whatever happens in them, if the rows stay the same."""
+        """So many plain passes may follow the one just planned, before anything is to be planned, if the rows stay the same."""
         return 0
 
-    def passes_over(self, rows: int) -> bool:
-        """A round without a draft is over; whether it need not be told about."""
+    def passes_over(self, rows: int, passes: int) -> bool:
+        """A round without a draft is over, in which so many passes were made; whether it need not be told about."""
         return True
 
     @abstractmethod

@@ -22,8 +22,10 @@ from foredraft.models.layers import LayerRanges, layer_count
 from foredraft.models.pages import PAGE
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe
-from foredraft.target.ahead import Ahead
 from foredraft.tree import TokenTree
+
+SECONDS = 0.1  # that several passes in one call should take at most: until it is over nothing is streamed, and no row joins
+MOST = 16  # passes of a call
 
 
 @dataclass(eq=False)
@@ -48,7 +50,7 @@ class Passes:
         self.layer_tokens = [0] * layer_count(self.model)
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._keeping: tuple[int, ...] = ()
-        self._ahead = Ahead()
+        self._pace: float | None = None  # seconds of a plain pass of one row
         self.kept: dict[int, Tensor] = {}
 
     @property
@@ -103,13 +105,8 @@ class Passes:
         return self.cache.lengths
 
     @property
-    def ahead(self) -> bool:
-        """The next round's pass was made ahead, unless its token is another than was thought."""
-        return len(self.lengths) == 1 and self._ahead.left(self.lengths[0])
-
-    @property
     def filled_page(self) -> bool:
-        """The only row has filled a page: no pass could be made in the call of its last one, had there been none before."""
+        """The only row has just filled a page of the cache, so that its last pass may be one that :meth:`decode` made alone."""
         return self.lengths[0] % PAGE == 0
 
     @property
@@ -153,44 +150,49 @@ class Passes:
             return self._finish(tree, early)
         return self._forward(self._pass(tree, first))
 
-    def score_ahead(
+    def decode(
         self, tree: TokenTree, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Callable[[int], Draws | None] | None
-    ) -> Tensor:
-        """:meth:`score` of a root alone: the last token of ``ids``, the text of the only row. Kernels may read in the same call what plain
-        decoding would read next, and the calls that ask for that then return at once.
+    ) -> tuple[list[int], Tensor]:
+        """Plain decoding of the only row, several passes in one call of a kernel where there is one: a pass leaves nothing of Python in a
+        CPU's caches, so that what a round does besides takes several times as long as it should.
 
         Args:
-            most: tokens to read at most, the root included.
+            tree: the root alone, which is the last token of ``ids``, the text of the row.
+            most: passes that are made at most; of these, as many as take :data:`SECONDS`, and write to one page of the cache.
             ends: tokens behind which nothing is read.
             draws: how so many tokens are sampled, or None if that is not known; not given for greedy decoding.
+
+        Returns:
+            The tokens that were read behind the root, and ``[1, n, V]`` logits at the root and at these, as of :meth:`score` over them all.
         """
-        begin, start, maker = time.perf_counter(), self.lengths[0], self.backend.direct
-        found = self._ahead.find(maker, start, ids[-1])
-        if found is not None:
-            self.cache.enter(Window(0, 1, (start,), 1))
-        elif maker is not None and not self._keeping and (count := self._ahead.passes(start, most)) > 1:
-            self._ahead.drop()
-            how = None if draws is None else draws(count)
-            made = None if draws is not None and how is None else self.backend.ahead(ids, most=count, ends=ends, draws=how)
-            if made is not None:
-                following, logits = made
-                for layer in range(len(self.layer_tokens)):
-                    self.layer_tokens[layer] += len(following)
-                found = self._ahead.made(maker, start, [ids[-1], *following[:-1]], logits)
-                self._ahead.pace = (time.perf_counter() - begin) / len(following)
-        if found is None:
-            found = self.score(tree)
-            self._ahead.pace = time.perf_counter() - begin
-            return found
+        begin = time.perf_counter()
+        read, logits = self._together(ids, most, ends, draws) or ([], self.score(tree))
+        self._pace = (time.perf_counter() - begin) / logits.shape[1]
+        return read, logits
+
+    def _together(
+        self, ids: Sequence[int], most: int, ends: Collection[int], draws: Callable[[int], Draws | None] | None
+    ) -> tuple[list[int], Tensor] | None:
+        """:meth:`decode` by several passes in one call, or None."""
+        allowed = 1 if self._pace is None else int(SECONDS / self._pace)
+        count = min(most, allowed, MOST, PAGE - self.lengths[0] % PAGE)
+        how = None if draws is None or count <= 1 else draws(count)
+        if count <= 1 or self.backend.direct is None or self._keeping or (draws is not None and how is None):
+            return None
+        made = self.backend.decode(ids, most=count, ends=ends, draws=how)
+        if made is None:
+            return None
+        following, logits = made
+        for layer in range(len(self.layer_tokens)):
+            self.layer_tokens[layer] += len(following)
         self._early = self.hidden = self.prompt_hidden = None
         self.kept = {}
-        return found
+        return following[:-1], logits[None]
 
     def keep(self, layers: Sequence[int]) -> None:
         """From the next tree on, :meth:`score` leaves the outputs of these decoder layers, ascending and counted from 1, in :attr:`kept`;
         no ``layers`` end that. A pass is then made in several parts, which costs a little time."""
         self._keeping = tuple(layers)
-        self._ahead.drop()
 
     def read_out(self, states: Tensor) -> Tensor:
         """``[n, V]`` logits from the outputs ``states`` ``[n, d]`` of any layer, by the model's final norm and LM head."""
@@ -307,7 +309,6 @@ class Passes:
         self.cache.commit(path, kept)
 
     def _made(self, given: ForwardPass) -> PassOutput:
-        self._ahead.drop()
         part, tokens = given.part or Part(0, len(self.layer_tokens)), given.tokens.numel()
         for layer in set(range(part.begin, part.end)).difference(part.skip.whole if part.skip is not None else ()):
             self.layer_tokens[layer] += tokens

@@ -278,7 +278,6 @@ class Target(Passes):
             CacheMemoryError: the cache has no room for them; nothing has changed.
         """
         self.follow()
-        self._ahead.drop()
         first, isolations = len(self.lengths), isolations or [None] * len(texts)
         share, most = share and self.reuse_prefix, None
         groups = [_group(*each) for each in zip(isolations, sources or [None] * len(texts), strict=True)]
@@ -402,7 +401,6 @@ class Target(Passes):
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending physical indices."""
         self._early = None
-        self._ahead.drop()
         self._texts.compact(self.cache, keep, share=self.reuse_prefix)
 
     def wipe(self, rows: Sequence[int]) -> None:
@@ -412,7 +410,6 @@ class Target(Passes):
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token after the first ``lengths[r]`` of each row."""
-        self._ahead.drop()
         self.cache.rewind(lengths)
 
     def reset(self) -> None:
@@ -421,7 +418,6 @@ class Target(Passes):
 
     def release(self) -> None:
         """Drop all rows and give the memory back."""
-        self._ahead.drop()
         self.backend.release()
         self._texts.clear()
         self.hidden, self.prompt_hidden, self.kept = None, None, {}
@@ -492,7 +488,6 @@ class Target(Passes):
                 self._taps = taps_of(self.model, ids)
             found = features_of(self.model, features, self._taps, whole=whole, device=self.device)
         before = self.backend.features
-        self._ahead.drop()
         self.backend.read(found)
         self.hidden = self.prompt_hidden = None
         self._companion = companion if found is not None and whole else None

@@ -374,14 +374,14 @@ def _declared(kernels: ctypes.CDLL, dtype: torch.dtype) -> ctypes.CDLL:
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 7]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
-    kernels.ahead.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, number, pointer, number, *[pointer] * 3]
+    kernels.decode.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, number, pointer, number, *[pointer] * 3]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, pointer, number]
     kernels.race.argtypes = [pointer, pointer, pointer, size, size, pointer, number]
     kernels.choose_all.argtypes = [pointer, pointer, size, size, pointer, number]
     kernels.chains.argtypes, kernels.chains.restype = [ctypes.POINTER(Chains), number], None
     kernels.draw.argtypes, kernels.draw.restype = [ctypes.POINTER(Draws), number, number, pointer, size, number, pointer, number], None
     kernels.instructions.restype = ctypes.c_char_p
-    kernels.grow.restype = kernels.fill.restype = kernels.ahead.restype = number
+    kernels.grow.restype = kernels.fill.restype = kernels.decode.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest, kernels.race):
         each.restype = None
     kernels.attend_over.restype = kernels.write_over.restype = kernels.choose_all.restype = None

@@ -411,8 +411,9 @@ class Learning:
 
     def _count(self, feedback: Feedback) -> None:
         accepted = sum(feedback.accepted)
-        looked = accepted + sum(count < feedback.tree.height for count in feedback.accepted)
         kept = accepted + len(feedback.accepted)
+        accepted = accepted if feedback.drafted else 0
+        looked = accepted + sum(count < feedback.tree.height for count in feedback.accepted)
         self._tokens += kept
         self._since = [before + more for before, more in zip(self._since, (kept, accepted, looked))]
         if self._since[0] >= self._every:
