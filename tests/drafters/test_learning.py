@@ -425,6 +425,17 @@ def test_the_log_has_a_line_for_each_trial(tmp_path: Path, caplog: pytest.LogCap
     learning.close()
 
 
+def test_tokens_that_nobody_drafted_say_nothing_of_acceptance(tmp_path: Path):
+    learning, row = learning_at(tmp_path, Clock(), never_started), Row(list(range(40)))
+    learning._every, chain = 8, TokenTree.from_chain(torch.zeros(1, 5, dtype=torch.long))
+    learning.begin([row])
+    learning.observe([row], Feedback(chain, [4], None, drafted=False))
+    learning.observe([row], Feedback(chain, [2], None))
+    assert learning.curve == [(8, 2 / 3)]
+    learning.end([row])
+    learning.close()
+
+
 def test_a_learner_that_cannot_be_started_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def refuse(folder: Path, options: LearnOptions) -> Any:
         raise OSError(12, "Cannot allocate memory")

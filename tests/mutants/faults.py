@@ -939,6 +939,8 @@ FAULTS = [
     Fault("round.py", "FOREVER if row.parameters.max_draft == 0 else ", "", DECODE),
     Fault("round.py", "if ahead and not row.parameters.trace else 1", "if ahead else 1", DECODE),
     Fault("round.py", "return replace(feedback, drafted=False)", "return feedback", DECODE),
+    Fault("stopping.py", " or not feedback.drafted", "", ("tests/drafters/test_layer_skip.py",)),
+    Fault("serving.py", "accepted if feedback.drafted else 0", "accepted", ("tests/drafters/test_learning.py",)),
     Fault("costs.py", "if together is not None and rows == 1:", "if False:", COSTS),
     Fault("costs.py", "if together else 0.0", "if together else self.spared", COSTS),
     Fault("planner.py", " and self._compares_plain(greedy):", " and False:", ROUNDS),
