@@ -104,11 +104,9 @@ class Observer:
         self._times.append(time.perf_counter())
         self._processor = time.thread_time()
 
-    def scored(self, logits: Tensor, passes: int) -> None:
-        """``passes`` of plain decoding were made in one call; 1 of a round with a draft."""
-        self.passes = passes
-        for shape in (self._shape, *(passes - 1) * (str(NOTHING),)):
-            self.stats.shapes[shape] = self.stats.shapes.get(shape, 0) + 1
+    def scored(self, logits: Tensor, passes: int, *, single: bool) -> None:
+        """``passes`` of plain decoding were made in one call, 1 in a round with a draft; a ``single`` one although several were allowed."""
+        self.passes, self._single = passes, single
         self._on_gpu, self._touched = logits.device.type != "cpu", self.target.touched
         self._times.append(time.perf_counter())
         if logits.device.type == "cpu":
@@ -128,10 +126,18 @@ class Observer:
         for row, commit, kept in zip(rows, commits, outcome.rows):
             row.stats.token_times += [now] * len(commit.tokens)
             drafted = kept.drafted if self.passes == 1 else ()
-            passes = self.passes if counted else 0
+            passes = self._needed(commit) if counted else 0
             self.stats.count(row.stats, kept=len(commit.tokens), drafted=drafted, accepted=commit.accepted, passes=passes)
         self._kept = sum(len(commit.tokens) for commit in commits)
+        if counted:
+            self._plain = self._needed(commits[0])
+            for shape in (self._shape, *(self._plain - 1) * (str(NOTHING),)):
+                self.stats.shapes[shape] = self.stats.shapes.get(shape, 0) + 1
         self._times.append(time.perf_counter())
+
+    def _needed(self, commit: Commit) -> int:
+        """Passes of this round that plain decoding one by one would have made: it would have stopped where the text has ended."""
+        return 1 if self.passes == 1 else max(1, len(commit.tokens))
 
     def finished(self, rows: Sequence[SessionRow], outcome: Outcome) -> None:
         """The drafter has observed the round: share out its seconds, and tell the planner."""
@@ -168,7 +174,7 @@ class Observer:
         if self._tree.nodes > 1:
             self.stats.speedup.drafted_round(len(rows), passes, max(len(row.ids) for row in rows), whole)
             return
-        self.stats.speedup.plain_round(len(rows), passes / self.passes, seconds / self.passes, whole, self.passes)
+        self.stats.speedup.plain_round(len(rows), passes / self._plain, seconds / self._plain, whole, self._plain)
 
     def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
         """The round as the planner sees it."""
@@ -195,7 +201,7 @@ class Observer:
             touched=self._touched,
             settling=self._settling,
             passes=self.passes,
-            alone=self.passes == 1 and self.target.filled_page,
+            single=self._single,
         )
 
     def _nodes(self, tree: TokenTree, lines: Sequence[RowOutcome]) -> float:

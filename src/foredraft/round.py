@@ -43,7 +43,8 @@ class Draft:
         shape: what was to be drafted.
         guessed: the rows, by their number, that have a guess in place of the drafter's.
         part: where there are such rows, what the drafter drafted for the others; None if it was not asked.
-        passes: of plain decoding that were made in one call, each behind a token that the target has chosen itself: these are the tree.
+        passes: of plain decoding that were made in one call; the tree has the tokens that the target has chosen in them.
+        single: several were allowed, and only one could be made.
     """
 
     tree: TokenTree
@@ -51,6 +52,7 @@ class Draft:
     guessed: Mapping[int, Guessed] = field(default_factory=dict)
     part: Part | None = None
     passes: int = 1
+    single: bool = False
 
 
 @dataclass(eq=False)
@@ -92,9 +94,9 @@ class Loop:
         """The same for any rows, those with guesses too."""
         return max(self.drafter.written_nodes(self.planner.shape), 1 + self.drafter.info.extra_nodes + self.most_guessed)
 
-    def round(self, rows: list[SessionRow], *, together: bool, ahead: bool = True) -> list[Commit]:
+    def round(self, rows: list[SessionRow], *, together: bool, several: bool = True) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
-        the rows before they are done, ``ahead`` that several passes may be made where nothing is drafted."""
+        the rows before they are done, ``several`` that several passes may be made where nothing is drafted."""
         self.observer.begin(together=together)
         sampler, guessed = self.sampler(rows), self._guesses(rows)
         shape = self._plan(rows, guessed, greedy=sampler.greedy, together=together)
@@ -104,8 +106,8 @@ class Loop:
         draft = self._draft(rows, shape, request, sampler, guessed)
         self.observer.drafted(draft.tree, draft.shape, guessed)
 
-        draft, logits = self._score(rows, draft, shape, sampler, ahead=ahead)
-        self.observer.scored(logits, draft.passes)
+        draft, logits = self._score(rows, draft, shape, sampler, several=several)
+        self.observer.scored(logits, draft.passes, single=draft.single)
 
         outcome = self._verify(self._rule(shape), rows, draft.tree, logits, sampler)
         self.observer.verified()
@@ -294,18 +296,22 @@ class Loop:
 
     # -- score, verify and commit ---------------------------------------------------------------------------------------
 
-    def _score(self, rows: Sequence[SessionRow], draft: Draft, shape: TreeShape, sampler: Sampler, *, ahead: bool) -> tuple[Draft, Tensor]:
-        """The target's logits at the draft's nodes. While nothing is drafted for a single row, it may decode several tokens at once."""
+    def _score(
+        self, rows: Sequence[SessionRow], draft: Draft, shape: TreeShape, sampler: Sampler, *, several: bool
+    ) -> tuple[Draft, Tensor]:
+        """The target's logits at the draft's nodes. While nothing is drafted for a single row, the target may decode several tokens at
+        once, and these are the draft."""
         row, tree = rows[0], draft.tree.with_safe_parents()
-        foreseen = isinstance(self._rule(shape), Match) and (sampler.plain or not sampler.greedy)
-        if len(rows) > 1 or tree.nodes > 1 or row.guesses.guesses or not foreseen:
+        if len(rows) > 1 or tree.nodes > 1 or row.guesses.guesses:
             return draft, self.target.score(tree)
         resting = FOREVER if row.parameters.max_draft == 0 else self.planner.resting
-        most = min(1 + resting, row.remaining) if ahead and not row.parameters.trace else 1
+        most = min(1 + resting, row.remaining) if several and not row.parameters.trace else 1
+        if not (sampler.plain if sampler.greedy else isinstance(self._rule(shape), Match)):  # the next token cannot be foreseen
+            return replace(draft, single=most > 1), self.target.score(tree)
         draws = None if sampler.greedy else partial(draws_of, sampler, vocab_size=self.target.vocab_size)
         read, logits = self.target.decode(tree, row.ids, most=most, ends=row.parameters.eos, draws=draws)
         if not read:
-            return draft, logits
+            return replace(draft, single=self.target.single), logits
         chain = TokenTree.from_chain(to_device([[row.ids[-1], *read]], self.target.device))
         return Draft(chain, draft.shape, passes=1 + len(read)), logits
 

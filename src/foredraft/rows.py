@@ -48,7 +48,8 @@ class RowParameters:
         guesses: what knows more of the row's text than a drafter does (:class:`~foredraft.guesses.Guess`), such as a
             :class:`Prediction`. In a round in which one of them says something, that is drafted in place of the drafter's own. With the
             rule ``match`` only, with which the text is the same.
-        trace: have every :class:`Commit` tell what the round drafted for the row (:class:`~foredraft.traces.RoundTrace`).
+        trace: have every :class:`Commit` tell what the round drafted for the row (:class:`~foredraft.traces.RoundTrace`). Plain
+            decoding then makes one pass per round.
     """
 
     max_new_tokens: int

@@ -312,7 +312,7 @@ class Session:
             commits = self._join(joining)
         elif self.rows:
             begin = time.perf_counter()
-            commits = self.loop.round(self.rows, together=not (self._joined or self.waiting), ahead=not self.waiting)
+            commits = self.loop.round(self.rows, together=not (self._joined or self.waiting), several=not self.waiting)
             self._round = (time.perf_counter() - begin) / self.observer.passes
         else:
             return []
@@ -352,7 +352,7 @@ class Session:
             first = len(self.rows)
             self.rows += rows
             self.loop.read_again(rows, first=first)
-            return self.loop.round(self.rows, together=False)
+            return self.loop.round(self.rows, together=False, several=False)
         if not self.rows:
             self.observer.prepared(self.planner.prepare(self.target, self.drafter, len(rows)))
         first = len(self.rows)

@@ -29,7 +29,7 @@ class Speedup:
         plain: what the rounds without a draft would have taken without a drafter and a planner.
         replaced, low: what plain decoding would have taken in place of the rounds that drafted, and its lower 95 % bound; 0 as a bound
             where too few plain rounds ran to know. ``replaced`` is None where a plain pass was never timed.
-        plain_rounds, drafted_rounds: how many there were.
+        plain_rounds, drafted_rounds: passes without a draft, and rounds with one.
         source: ``measured``, or ``estimated from the stored profile``.
     """
 
@@ -55,8 +55,8 @@ class Speedup:
         return (self.plain + self.low) / self.seconds if self.seconds and self.replaced is not None else None
 
     def plain_round(self, rows: int, passes: float, seconds: float, whole: float, count: int = 1) -> None:
-        """``count`` rounds took ``whole`` seconds with what the drafter and the planner did, and ``seconds`` each without that. Each stands
-        for so many plain ``passes``."""
+        """A round of ``count`` passes took ``whole`` seconds with what the drafter and the planner did, and ``seconds`` per pass without
+        that. Each pass stands for so many ``passes`` per row."""
         self._seconds += whole
         self._plain += count * passes * seconds
         self.plain_rounds += count

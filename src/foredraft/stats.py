@@ -88,7 +88,7 @@ class Stats(Described):
         reproducible: the same call with this seed repeats the text, apart from rounding. True for greedy decoding, for the rule ``match``,
             and for a rule that was given by name together with a fixed shape.
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
-        shapes: number of rounds per shape; chain(0) is a round without a draft.
+        shapes: number of rounds per shape; chain(0) is a pass without a draft, of which a round may make several.
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
         learning: of a drafter that learns (docs/online.md), since it was built: its version, steps, swaps, seconds, and α over the
             tokens served; of several that learn, such a dictionary for each, by its name. None for others.

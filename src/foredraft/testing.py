@@ -108,7 +108,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.passes = 0
         self.warm_up = self.settling = 0
-        self.filled_page = False
+        self.single = False
         self.chains_only: str | None = None
         self.ragged = self.sourced = self.counts_sources = False
         self.routing = self.touched = None

@@ -88,7 +88,8 @@ class Run:
         machine = self.machine
         shape = self.planner.plan(self.live, greedy=True)
         given = [shape.nodes > 0 and self.draw.random() < machine.available for _ in self.live]
-        passes = 1 if self.rows > 1 or any(given) else min(1 + self.planner.resting, most, machine.together)
+        allowed = 1 if self.rows > 1 or any(given) else min(1 + self.planner.resting, most)
+        passes = min(allowed, machine.together)
         self.shapes += [str(shape)] + (passes - 1) * ["chain(0)"]
         paths = [self._walk(shape) if each else [0] for each in given]
         grown = isinstance(shape, DynamicShape)
@@ -119,6 +120,7 @@ class Run:
             static_parents=None if grown or shape.is_chain else shape.parents,
             paths=() if grown or shape.is_chain else paths,
             passes=passes,
+            single=allowed > passes == 1,
         )
         self.seconds += (passes * target + draft) * slower + machine.besides
         self.tokens += passes + sum(accepted) / self.rows

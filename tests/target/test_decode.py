@@ -17,6 +17,7 @@ import foredraft.round as round_module
 import foredraft.session as session_module
 from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.backends.native_growth import NativeGrowth
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import some_source
@@ -241,10 +242,33 @@ def test_what_planner_speedup_and_statistics_are_told(resting):
     assert sorted(found._times[1])[-1] < made.stats.seconds["target"]
 
 
-def test_the_end_of_a_page_says_nothing_of_a_pass_that_was_made_alone(resting):
+def test_whether_several_passes_could_be_made_is_told_only_where_that_lasts(resting, monkeypatch):
     speculator, told = resting
-    speculator.generate(torch.tensor([TEXT[:127]]), max_new_tokens=9, do_sample=False)
-    assert [(each.passes, each.alone) for each in told] == [(1, True), (7, False)]
+    text, wanted = torch.tensor([TEXT[:127]]), {"max_new_tokens": 9, "do_sample": False}
+    speculator.generate(text, **wanted)
+    assert [(each.passes, each.single) for each in told] == [(1, False), (7, False)]  # a page of the cache ends behind the first one
+    for name, value, passes, single in (("_pace", 2.0, 1, True), ("_pace", None, 1, False), ("_pace", 1e-5, 1, True)):
+        if value == 1e-5:
+            monkeypatch.setattr(speculator.target.backend, "decode", lambda *args, **how: None)
+        told.clear()
+        setattr(speculator.target, name, value)
+        speculator.generate(text[:, :100], **wanted)
+        assert (told[0].passes, told[0].single) == (passes, single)
+    told.clear()
+    speculator.generate(text[:, :100], repetition_penalty=1.3, **wanted)
+    assert [each.single for each in told] == [True] * 7 + [False]  # the last pass was to be alone
+
+
+def test_a_text_that_ends_in_the_middle_of_a_call(resting):
+    """The passes behind its end are made in vain, and are no rounds of it."""
+    speculator, told = resting
+    ends = [lambda ids, scores: ids.shape[1] == 128 + 12]
+    made = speculator.generate(torch.tensor([TEXT[:128]]), max_new_tokens=40, do_sample=False, stopping_criteria=ends)
+    assert made.sequences.shape[1] == 140 and [each.passes for each in told] == [8, 8]
+    assert made.stats.target_passes == 17 and made.stats.shapes == {"chain(0)": 11}
+    assert made.stats.row_passes == made.stats.kept == 11 and made.stats.acceptance_length == 1.0
+    assert made.stats.speedup.plain_rounds == 11 and made.stats.speedup.value == pytest.approx(1.0, abs=0.5)
+    assert made.stats.speedup.plain == pytest.approx(made.stats.speedup._plain)
 
 
 @pytest.mark.parametrize("name", ["token-recycling", "lookahead"])
@@ -307,8 +331,10 @@ def test_a_pass_is_made_alone_while_a_row_waits(monkeypatch):
     assert len(rounds) >= 190 // 16 and set(rounds) == {1}
 
 
-def test_a_row_that_wants_no_drafts():
-    speculator = Speculator(build("llama", torch.float32), "prompt-lookup", shape="chain(4)", execution="native")
+@pytest.mark.parametrize("rule", ["match", "block"])
+def test_a_row_that_wants_no_drafts(rule):
+    draft = DraftModel(build("llama", torch.float32))
+    speculator = Speculator(build("llama", torch.float32), draft, rule=rule, shape="chain(4)", execution="native")
     session, sizes = speculator.session(keep_stats=True), []
     session.add(TEXT[:100], RowParameters(max_new_tokens=20, max_draft=0))
     while session.live:

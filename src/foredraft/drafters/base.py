@@ -149,7 +149,7 @@ class Feedback:
 
     Attributes:
         tree: what was verified.
-        accepted: per row, how many drafted tokens were kept.
+        accepted: per row, how many tokens of the tree were kept.
         path: ``[R, D]`` nodes from the root down, the first ``accepted + 1`` of them kept; None if they are the first ones in order.
         logits: ``[R, N, V]`` the target's raw logits at every node of ``tree``, as its LM head made them, on its device and in its
             dtype; only for a drafter with ``info.needs_logits``. The next pass may overwrite them. Filler of a tree has logits as well, as

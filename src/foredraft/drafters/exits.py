@@ -73,14 +73,14 @@ class Exits:
         """A round begins that says nothing of the ones before it, such as the first of new rows."""
         self._begun, self._rounds, self._new = self.clock(), 0, True
 
-    def observe(self, target: Target, logits: Tensor, accepted: Sequence[int], path: Tensor | None) -> None:
+    def observe(self, target: Target, logits: Tensor, accepted: Sequence[int], path: Tensor | None, *, drafted: bool = True) -> None:
         """A round is over: look at it, if its states were kept, and have those of the next one kept, if there is time for a look.
 
         Args:
             logits: ``[R, N, V]`` the target's own.
-            accepted, path: as in :class:`~foredraft.drafters.base.Feedback`.
+            accepted, path, drafted: as in :class:`~foredraft.drafters.base.Feedback`.
         """
-        nodes = logits.shape[1]
+        nodes = logits.shape[1] if drafted else -logits.shape[1]
         self._rounds += 1
         if self._rounds % PASSAGE == 0:
             self._new = True

@@ -150,7 +150,7 @@ class LayerSkip(Drafter):
         self.stopping.observe(rows, feedback)
         if self.info.exits is not None:
             assert feedback.logits is not None
-            self.info.exits.observe(self.target, feedback.logits, feedback.accepted, feedback.path)
+            self.info.exits.observe(self.target, feedback.logits, feedback.accepted, feedback.path, drafted=feedback.drafted)
 
     def begin(self, rows: Sequence[Row]) -> None:
         if self.info.exits is not None:

@@ -38,7 +38,8 @@ HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one is looked at closely: every look costs after a pass
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
-COMPARED, MUCH = 6, 1.3  # plain rounds in a row that show what they take together, unless drafting is so many times better than others
+COMPARED, MUCH = 6, 1.3  # plain passes in a row that show what they take together, unless drafting is so many times better than others
+COMPARISONS = 4  # of these at most, until it is known: the end of a page of the cache or of a text says nothing
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 DEAREST = 0.05  # seconds that a plan takes at most; more is a machine that stood still
@@ -108,9 +109,8 @@ class AutomaticPlanner(Planner):
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
-        self._rests = False  # some follow the present one
-        self._waived = 0  # so many follow a try, unless it finds something to draft
-        self._apart = 3  # times that plain rounds are to be compared
+        self._waived = 0  # plain passes to come that need no plan if the present try finds nothing to draft
+        self._comparisons = 1 + COMPARISONS  # times that plain rounds are to be compared at most, a single pass first
         self._again, self._empty = 0, False  # rounds to come of the same shape, the last one having had no draft; whether that was so
 
     # -- before the first round -----------------------------------------------------------------------------------------
@@ -153,9 +153,11 @@ class AutomaticPlanner(Planner):
     # -- each round -----------------------------------------------------------------------------------------------------
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
+        if self._waived:  # what came of the try was never told
+            self._rest = 0
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
         if not self._resting:
-            self._rest, self._rests, self._waived = 0, False, 0
+            self._rest, self._waived = 0, 0
         again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
         self._again = max(0, again - 1)
         if self._resting:
@@ -200,18 +202,18 @@ class AutomaticPlanner(Planner):
         available = self.forecaster.of(greedy).availability
         self._vain_pause = max(FIRST_PAUSE, min(VAIN_PAUSE, round(1 / max(available, 1 / VAIN_PAUSE))))
         if len(rows) == 1 and self.costs.spared:
-            self._rest = self._waived = self._vain_pause - 1
+            self._rest = self._waived = min(VAIN_PAUSE, max(self._pause, self._vain_pause)) - 1
             self._rest_for = 1, greedy
         return attempt.shape
 
     def _compares_plain(self, greedy: bool) -> bool:
         """After the first drafts, a few plain rounds show once what they take where their passes are made together: the first one shows how
         long a pass takes, the next ones run that code for the first time, and the others count."""
-        if not self._apart or self.costs.spared is not None or self.forecaster.rounds(greedy) <= HASTY:
+        if not self._comparisons or self.costs.spared is not None or self.forecaster.rounds(greedy) <= HASTY:
             return False
-        self._apart -= 1
-        if self._apart < 2:
-            self._rest, self._rest_for, self._rests = COMPARED - 1, (1, greedy), True
+        self._comparisons -= 1
+        if self._comparisons < COMPARISONS:
+            self._rest, self._rest_for = COMPARED - 1, (1, greedy)
         return True
 
     def _sit_out(self, rows: int, greedy: bool, plain: float) -> None:
@@ -222,7 +224,6 @@ class AutomaticPlanner(Planner):
         wait = self._pause - self._since_try if self.account and self.account > 0 else SELDOM_PLAIN
         most = VAIN_PAUSE if self.costs.spared else SELDOM_PLAIN
         self._rest, self._rest_for = max(0, min(most, wait) - 1), (rows, greedy)
-        self._rests = self._rest > 0
         self._count_rest(self._rest, plain)
 
     def _count_rest(self, rounds: int, plain: float) -> None:
@@ -290,6 +291,7 @@ class AutomaticPlanner(Planner):
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting, empty = len(done.asked), done.shape.nodes > 0, not any(done.drafted)
+        waived, self._waived = self._waived, 0
         if drafting:
             self._rest = max(0, self._rest - (done.passes - 1)) if empty else 0
         self._settling = self._settling + 1 if done.settling else 0
@@ -324,7 +326,7 @@ class AutomaticPlanner(Planner):
         known = drafting and split and not grown  # how many levels were grown is not
         if not cold:
             drafts = draft if known else None, levels, behind
-            together = True if done.passes > 1 else False if self._rests and not done.alone else None
+            together = True if done.passes > 1 else False if done.single else None
             told = count, nodes, done.context, target, done.rest, *drafts
             self.costs.observe(*told, branching=branching, touched=done.touched, together=together)
         self._check()
@@ -361,7 +363,7 @@ class AutomaticPlanner(Planner):
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
         elif vain:
             self._since_try = min(0, self._pause - self._vain_pause)
-            self._count_rest(self._waived, plain)
+            self._count_rest(waived, plain)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from foredraft.planning.search import Plan, chain
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 
-FOREVER = 1 << 30  # rounds
+FOREVER = 1 << 30  # passes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Round:
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
         touched: experts of a layer that some node of the pass took, on average; None if they are not counted.
         passes: of plain decoding that were made in one call; ``target`` and ``rest`` are the seconds of one of them, on average.
-        alone: nothing but the end of a page of the cache may have kept other passes from being made in the same call.
+        single: the planner allowed several, and only one could be made.
         settling: passes were recorded in it, or recordings compared: its seconds are not those of later rounds.
     """
 
@@ -63,7 +63,7 @@ class Round:
     touched: float | None = None
     settling: bool = False
     passes: int = 1
-    alone: bool = False
+    single: bool = False
 
 
 class Planner(ABC):

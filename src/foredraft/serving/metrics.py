@@ -183,8 +183,8 @@ class Metrics:
             yield metric
         shapes = dict(stats.shapes)
         yield self._counts("foredraft:rounds", "Rounds by the shape that was planned", "shape", shapes, drafter=True)
-        yield self._counts("foredraft:plain_rounds", "Rounds planned without a draft", None, {"": shapes.get(PLAIN, 0)}, drafter=True)
-        yield self._counts("foredraft:row_passes", "Rounds, each counted once per row", None, {"": stats.row_passes}, drafter=True)
+        yield self._counts("foredraft:plain_rounds", "Passes planned without a draft", None, {"": shapes.get(PLAIN, 0)}, drafter=True)
+        yield self._counts("foredraft:row_passes", "Passes, each counted once per row", None, {"": stats.row_passes}, drafter=True)
         yield self._counts("foredraft:kept_tokens", "Tokens that came of them", None, {"": stats.kept}, drafter=True)
         seconds = {phase: spent for phase, spent in dict(stats.seconds).items() if phase not in ("total", "overhead")}
         yield self._counts("foredraft:seconds", "Seconds of decoding by phase", "phase", seconds, drafter=True)

@@ -51,6 +51,7 @@ class Passes:
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._keeping: tuple[int, ...] = ()
         self._pace: float | None = None  # seconds of a plain pass of one row
+        self.single = False
         self.kept: dict[int, Tensor] = {}
 
     @property
@@ -105,11 +106,6 @@ class Passes:
         return self.cache.lengths
 
     @property
-    def filled_page(self) -> bool:
-        """The only row has just filled a page of the cache, so that its last pass may be one that :meth:`decode` made alone."""
-        return self.lengths[0] % PAGE == 0
-
-    @property
     def ragged(self) -> bool:
         """Rows of a pass over chains pay for their own nodes alone."""
         return self.backend.ragged
@@ -153,12 +149,13 @@ class Passes:
     def decode(
         self, tree: TokenTree, ids: Sequence[int], *, most: int, ends: Collection[int], draws: Callable[[int], Draws | None] | None
     ) -> tuple[list[int], Tensor]:
-        """Plain decoding of the only row, several passes in one call of a kernel where there is one: a pass leaves nothing of Python in a
-        CPU's caches, so that what a round does besides takes several times as long as it should.
+        """Plain decoding of the only row. Where a kernel can, it makes several passes in one call: each pass drives Python's code and data
+        out of the CPU's caches, and the kernel needs none of it.
 
         Args:
             tree: the root alone, which is the last token of ``ids``, the text of the row.
-            most: passes that are made at most; of these, as many as take :data:`SECONDS`, and write to one page of the cache.
+            most: how many passes to make at most. There are fewer if these would take more than :data:`SECONDS`, or write to more than one
+                page of the cache.
             ends: tokens behind which nothing is read.
             draws: how so many tokens are sampled, or None if that is not known; not given for greedy decoding.
 
@@ -174,12 +171,15 @@ class Passes:
         self, ids: Sequence[int], most: int, ends: Collection[int], draws: Callable[[int], Draws | None] | None
     ) -> tuple[list[int], Tensor] | None:
         """:meth:`decode` by several passes in one call, or None."""
-        allowed = 1 if self._pace is None else int(SECONDS / self._pace)
-        count = min(most, allowed, MOST, PAGE - self.lengths[0] % PAGE)
-        how = None if draws is None or count <= 1 else draws(count)
-        if count <= 1 or self.backend.direct is None or self._keeping or (draws is not None and how is None):
+        self.single = False
+        most = min(most, MOST, PAGE - self.lengths[0] % PAGE)
+        if most <= 1 or self._keeping or self._pace is None:
             return None
-        made = self.backend.decode(ids, most=count, ends=ends, draws=how)
+        count, made = min(most, int(SECONDS / self._pace)), None
+        if count > 1 and self.backend.direct is not None:
+            how = None if draws is None else draws(count)
+            made = None if draws is not None and how is None else self.backend.decode(ids, most=count, ends=ends, draws=how)
+        self.single = made is None
         if made is None:
             return None
         following, logits = made

@@ -83,6 +83,7 @@ class Target(Passes):
         layer_tokens: per decoder layer, the tokens that it has read in all passes so far, filler of ragged rows included.
         version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
+        single: the last call of :meth:`decode` made one pass although it was asked for more, and later ones will do so, too.
         hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
             model's dtype, on :attr:`device`; None if there are none. Values at filler of a chain are arbitrary. The caller owns it.
 

@@ -203,7 +203,7 @@ class Learning:
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> int | None:
         """A round is over. The version that is to be used from now on, if it is another one."""
         now = self.clock()
-        self._account(now, (len(rows), feedback.tree.nodes))
+        self._account(now, (len(rows), feedback.tree.nodes, feedback.drafted))
         self._count(feedback)
         if self.leads:
             wanted = self._collecting + self._price <= COLLECTING * self.duty.elapsed or not self._price
@@ -413,7 +413,7 @@ class Learning:
         accepted = sum(feedback.accepted)
         kept = accepted + len(feedback.accepted)
         accepted = accepted if feedback.drafted else 0
-        looked = accepted + sum(count < feedback.tree.height for count in feedback.accepted)
+        looked = accepted + sum(feedback.drafted and count < feedback.tree.height for count in feedback.accepted)
         self._tokens += kept
         self._since = [before + more for before, more in zip(self._since, (kept, accepted, looked))]
         if self._since[0] >= self._every:

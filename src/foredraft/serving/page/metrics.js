@@ -14,7 +14,7 @@ export function read(text) {
     waiting: sum("vllm:num_requests_waiting"),
     drafts: byDrafter("foredraft:drafts_total"),
     accepted: byDrafter("foredraft:accepted_tokens_total"),
-    passes: sum("foredraft:row_passes_total"), // rounds, each counted once per row
+    passes: sum("foredraft:row_passes_total"), // passes, each counted once per row
   };
 }
 
