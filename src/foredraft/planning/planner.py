@@ -29,6 +29,7 @@ SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 192  # rounds between tries
+LOSS = 0.005  # of the time of plain rounds that tries which lose may take without coming less and less often
 VAIN_PAUSE = 32  # at most, between those that find nothing to draft: a copy may begin at any time
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
@@ -131,7 +132,7 @@ class AutomaticPlanner(Planner):
             self.account = max(self.account, 0.0)  # what another text has cost is no reason against drafts for this one
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
-        elif self._forecast is not None and self._forecast.best.shape.nodes:
+        elif self._forecast is not None:
             self._next, self._earliest = 0, 0.0  # it was made for another text
         if self.profile is not None and not self.costs.target.points and not self._wrong:
             self._checks, self._looks = (CHECKS, LOOKS) if self.profile.read(self.costs) else (0, 0)
@@ -359,7 +360,8 @@ class AutomaticPlanner(Planner):
             self._next, self._earliest = 0, 0.0
         elif self._trying and not empty:
             self._since_try = 0
-            self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
+            longest = min(LONGEST_PAUSE, max(VAIN_PAUSE, math.ceil(-gain / (LOSS * plain))))
+            self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), longest)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
         elif vain:
             self._since_try = min(0, self._pause - self._vain_pause)
