@@ -341,8 +341,8 @@ class Loop:
             accepted = kept.accepted if failure is None else failure.depth
             tokens = [*kept.tokens[1 : accepted + 1], *([kept.bonus] if failure is None else ())]
             error = None if failure is None else failure.error
-            drafted = (accepted, kept.drafted) if draft.passes == 1 else (0, ())
-            commit = row.append(tokens, drafted[0], self.target.device, error, drafter=drafter, drafted=drafted[1])
+            confirmed, drafted = (accepted, kept.drafted) if draft.passes == 1 else (0, ())
+            commit = row.append(tokens, confirmed, self.target.device, error, drafter=drafter, drafted=drafted)
             self.committed.append(rows, index, commit.tokens)
             for name in self.record:
                 del getattr(row, name)[len(row.ids) - row.prompt_length :]

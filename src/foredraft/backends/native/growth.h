@@ -482,7 +482,7 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
  * `most` at most and none behind one of `ends`. out_tokens has these tokens. `logits` [most, columns] is what they were chosen from before it was
  * scaled and capped. Returns how many there are. */
 int decode(const Growth *g, Pass *p, const int64_t *text, int most, const int64_t *ends, int count, value *logits, int64_t *out_tokens,
-          const Draws *draws) {
+           const Draws *draws) {
     Growth now = *g;
     now.logits = logits, now.logit_scale = now.logit_cap = 0.0;
     for (int n = 0;;) {
