@@ -54,6 +54,7 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
+HUGE_PAGES = ("tests/target/test_huge_pages.py",)
 MIXTURES = ("tests/target/test_native_experts.py",)
 COSTS = ("tests/planning/test_planner.py",)
 ROUNDS = ("tests/planning/test_rounds.py",)
@@ -838,10 +839,14 @@ FAULTS = [
         "None if weight.zero_point.any() else (1 << (bits - 1)) - 1)",
         GROUPS,
     ),
+    Fault("huge_pages.py", "found, _free = _free[:size], _free[-(-size // LINE) * LINE :]", "found = _free[:size]", HUGE_PAGES),
+    Fault("huge_pages.py", "_free[-(-size // LINE) * LINE :]", "_free[size:]", HUGE_PAGES),
+    Fault("huge_pages.py", "memory.madvise(advice)", "pass", HUGE_PAGES),
+    Fault("huge_pages.py", "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS", "mmap.MAP_SHARED | mmap.MAP_ANONYMOUS", HUGE_PAGES),
     Fault(
         "narrow.py",
-        "return padded_rows(rows).view(-1, 64, rows.shape[1]).transpose(1, 2).contiguous()",
-        "return padded_rows(rows.flip(1)).view(-1, 64, rows.shape[1]).transpose(1, 2).contiguous()",
+        "return padded_rows(rows).view(-1, 64, rows.shape[1]).transpose(1, 2)",
+        "return padded_rows(rows.flip(1)).view(-1, 64, rows.shape[1]).transpose(1, 2)",
         GROUPS,
     ),
     Fault("grouped.py", "torch.stack((packed & 15, packed >> 4), -1)", "torch.stack((packed >> 4, packed & 15), -1)", GROUPS),

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.backends import narrow, native
+from foredraft.backends import huge_pages, narrow, native
 from foredraft.backends.narrow import LEAST, Format, format_of
 from foredraft.backends.packing import DTYPES, Packing, held_elsewhere, placeholder
-from foredraft.backends.products import BLOCK, NATIVE, Product, Rows, Source, blocked, padded_size, sources_of, unblocked
+from foredraft.backends.products import BLOCK, NATIVE, Product, Rows, Source, in_blocks, in_order, padded_size, sources_of, unblocked
 from foredraft.models.changes import Override, hooks_of, take_back
 from foredraft.quantization.grouped import GroupedTensor
 
@@ -207,12 +207,13 @@ def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Stack:
     packed, parts = None, list[dict[str, Tensor]]()
     for expert in range(count):
         weight = matrix(expert)
-        words = narrow.words_of([weight.qdata]) if isinstance(weight, GroupedTensor) else blocked(weight)
-        packed = native.room((count, *words.shape), words.dtype) if packed is None else packed
+        words = narrow.words_of([weight.qdata]) if isinstance(weight, GroupedTensor) else in_order(weight)
+        packed = huge_pages.room((count, *words.shape), words.dtype) if packed is None else packed
         packed[expert] = words
         parts.append(narrow.by_group([weight]) if isinstance(weight, GroupedTensor) else {})
     assert packed is not None
-    together = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+    together = {name: huge_pages.moved(torch.cat([each[name] for each in parts])) for name in parts[0]}
+    packed = packed if isinstance(weight, GroupedTensor) else in_blocks(packed, weight.dtype)
     return Stack(format_of(weight, LEAST) or Format(), len(weight), packed, together)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foredraft.backends import experts, native
+from foredraft.backends import experts, huge_pages, native
 from foredraft.backends.base import Part, Routing
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
@@ -128,7 +128,7 @@ class NativePass:
             tokens, threads = max(tokens, self._room[0]), max(threads, self._room[1])
             inner = max(about.inner, getattr(self.shared, "inner", 0))
             sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * inner, inner)
-            made = [native.room((tokens, size), x.dtype) for size in sizes]
+            made = [huge_pages.room((tokens, size), x.dtype) for size in sizes]
             self._scratch = [*made, torch.empty(threads * native.scratch(int(about.size)), dtype=torch.float32)]
             self._room = tokens, threads
         return self._scratch

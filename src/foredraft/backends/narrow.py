@@ -156,7 +156,7 @@ def scales(weights: Sequence[Any]) -> Tensor:
 
 
 def by_group(weights: Sequence[Any]) -> dict[str, Tensor]:
-    """What ``groups.h`` reads besides the integers, in its layout, for matrices one below the other."""
+    """What ``groups.h`` reads besides the integers, in its layout once it is contiguous, for matrices one below the other."""
     found = {"scale": torch.cat([weight.scale for weight in weights])}
     if is_intx(weights[0]) and any(weight.zero_point.any() for weight in weights):
         found["zeros"] = torch.cat(
@@ -201,15 +201,14 @@ def padded_rows(rows: Tensor) -> Tensor:
 
 
 def in_groups(rows: Tensor) -> Tensor:
-    """``[N, G]`` as ``groups.h`` reads it: ``[N/64, G, 64]``."""
-    return padded_rows(rows).view(-1, 64, rows.shape[1]).transpose(1, 2).contiguous()
+    """``[N, G]`` as ``groups.h`` reads it once it is contiguous: ``[N/64, G, 64]``."""
+    return padded_rows(rows).view(-1, 64, rows.shape[1]).transpose(1, 2)
 
 
 def words_of(parts: Sequence[Tensor]) -> Tensor:
-    """Integers of groups, of matrices one below the other, as ``groups.h`` reads them."""
+    """Integers of groups, of matrices one below the other, as ``groups.h`` reads them once they are contiguous."""
     rows = padded_rows(torch.cat(list(parts))).view(torch.int32)
-    order = rows.view(-1, 64, rows.shape[1]).transpose(1, 2)
-    return native.room(order.shape, order.dtype).copy_(order)
+    return rows.view(-1, 64, rows.shape[1]).transpose(1, 2)
 
 
 def integers_from(words: Tensor, outputs: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.backends import narrow, native
+from foredraft.backends import huge_pages, narrow, native
 from foredraft.backends.narrow import PLAIN as UNQUANTISED
 from foredraft.backends.narrow import format_of, is_quantised
 from foredraft.models.changes import hooks_of
@@ -56,22 +56,28 @@ def sources_of(layer: nn.Module) -> list[Source]:
 
 
 class Piece:
-    """Weights of one format, one matrix below the other, as the kernels in ``native`` read them."""
+    """Weights of one format, one matrix below the other, as the kernels in ``native`` read them.
+
+    Attributes:
+        packed: the weights.
+        parts: what is read besides them, as :class:`native.Matrix` names it.
+    """
 
     def __init__(self, weights: Sequence[Any], bias: Tensor | None, dtype: torch.dtype):
         self.format, self.sizes = format_of(weights[0]) or UNQUANTISED, [len(weight) for weight in weights]
         self.outputs = sum(self.sizes)
-        self.parts: dict[str, Tensor] = {}  # what is read besides the weights, as :class:`native.Matrix` names it
+        parts: dict[str, Tensor] = {}
         if self.format.grouped:
-            self.packed = narrow.words_of([narrow.integers(weight) for weight in weights])
-            self.parts = narrow.by_group(weights)
+            self.packed = huge_pages.moved(narrow.words_of([narrow.integers(weight) for weight in weights]))
+            parts = narrow.by_group(weights)
         elif self.format != UNQUANTISED:
             self.packed = blocked(torch.cat([narrow.integers(weight) for weight in weights]), dtype)
-            self.parts = {"scale": padded(narrow.scales(weights))}
+            parts = {"scale": padded(narrow.scales(weights))}
         else:
             self.packed = blocked(joined(weights), dtype)
         if bias is not None:
-            self.parts["bias"] = padded(bias)
+            parts["bias"] = padded(bias)
+        self.parts = {name: huge_pages.moved(part) for name, part in parts.items()}
 
     def matrix_from(self, first: int) -> native.Matrix:
         """What the kernels read of the outputs from number ``first`` on, a multiple of 64."""
@@ -229,14 +235,22 @@ def padded(row: Tensor) -> Tensor:
 
 def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``weight`` ``[N, K]`` as ``products.h`` reads it for products in ``dtype``, its own by default."""
+    return in_blocks(huge_pages.moved(in_order(weight, dtype)), weight.dtype)
+
+
+def in_order(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A view of the same, in which each pair of numbers that is moved together is one number."""
     fill = padded_size(len(weight)) - len(weight)
     rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
     pairs = (dtype or weight.dtype) == torch.bfloat16
-    if pairs:  # each is moved as one number
+    if pairs:
         rows = rows.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
-    order = rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
-    packed = native.room(order.shape, order.dtype).copy_(order).view(weight.dtype)
-    return packed.view(*order.shape, 2) if pairs else packed
+    return rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
+
+
+def in_blocks(order: Tensor, dtype: torch.dtype) -> Tensor:
+    """What :func:`in_order` returned, once it is contiguous, as weights in ``dtype``."""
+    return order if order.dtype == dtype else order.view(dtype).view(*order.shape, 2)
 
 
 def unblocked(packed: Tensor, outputs: int) -> Tensor:

@@ -12,17 +12,16 @@ from __future__ import annotations
 import atexit
 import ctypes
 import hashlib
-import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,7 +57,6 @@ LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash at the end of a file of kernels
 LOADING = threading.Lock()
 KEYS, QUERIES, FEWER, BATCH, KEY_SEGMENT, PIECES = 64, 256, 64, 4, 1024, 4  # of ``layer.c``
-LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # huge pages of Linux; harmless where their size is another
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
 
@@ -404,25 +402,6 @@ _crew: list[int] = []  # address of the thread pool that all kernels of this pro
 def revision() -> str:
     """A hash of the kernels' source, which changes with it; so may the time that they take."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
-
-
-def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialized memory for weights, in huge pages if the OS provides them: reading hundreds of megabytes through small pages causes
-    many TLB misses."""
-    bytes_ = math.prod(shape) * dtype.itemsize
-    if bytes_ < LARGE_PAGE:
-        return torch.empty(shape, dtype=dtype)
-    raw = torch.empty(bytes_ + LARGE_PAGE, dtype=torch.uint8)  # pages that are never touched take no memory
-    begin = -raw.data_ptr() % LARGE_PAGE
-    _advise()(raw.data_ptr() + begin, bytes_ // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)  # may fail: small pages then
-    return raw[begin : begin + bytes_].view(dtype).view(shape)
-
-
-@lru_cache(maxsize=1)
-def _advise() -> Callable[[int, int, int], int]:
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
-    return cast("Callable[[int, int, int], int]", advise)
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
