@@ -784,7 +784,15 @@ FAULTS = [
     Fault("attention_tiles.h", "c->slots[t + i] >= at + KEYS - 1", "c->slots[t + i] >= at", VECTORS),
     Fault("tiles.h", "b * 16 == last ? end : from", "b * 16 == last ? room : from", VECTORS),
     Fault("groups.h", "low + in_row + 4 * q, some + 4 * q + 2", "low + in_row + 4 * q, some + 4 * q", GROUPS),  # with AMX
-    Fault("group_tiles.h", "zero, scale, parts + TILE_ROWS, totals", "zero, scale, parts, totals", GROUPS),  # likewise
+    Fault("group_tiles.h", "{parts + first, parts + 2 * n + first}", "{parts, parts + 2 * n}", GROUPS),  # likewise
+    Fault("group_tiles.h", "(first - from) * 64", "(from - from) * 64", GROUPS),
+    Fault("group_tiles.h", "found = f32_fnma(i32_to_f32(zero[i]), f32_of(part.sum), found)", "(void)zero", GROUPS),
+    Fault("group_tiles.h", "{begin, begin + OUTPUTS}", "{begin, begin}", GROUPS),
+    Fault(
+        "group_tiles.h", "next + b * 16, steps, kind, table, weights[!now][b]", "at + b * 16, steps, kind, table, weights[!now][b]", GROUPS
+    ),
+    Fault("group_tiles.h", "i32_sub(zero[i], i32_of(MIDDLE(m->kind)))", "i32_sub(zero[i], i32_of(128))", GROUPS),
+    Fault("groups.h", "<= (1 << 24 >> 15)", "<= (1 << 27 >> 15)", GROUPS),
     Fault("attention_tiles.h", "        add_batch(a, c->wide);", "", VECTORS),
     Fault("attention.h", "        if (now != c->most[i]) raise_most(c, i, now);", "        c->most[i] = now;", VECTORS),
     Fault("attention_tiles.h", "if (at + KEYS <= from) a.begin = b + 1;", "", VECTORS),

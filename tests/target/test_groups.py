@@ -133,7 +133,10 @@ def widened(model, dtype=torch.float32):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 6, 8])
-@pytest.mark.parametrize(("outputs", "inputs", "group"), [(64, 32, 32), (100, 160, 64), (192, 352, 128), (17, 288, 288)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"),
+    [(64, 32, 32), (100, 160, 64), (192, 352, 128), (17, 288, 288), (70, 192, 16), (64, 256, 32), (33, 128, 64)],
+)
 @pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (True, True)])
 def test_products(outputs, inputs, group, bits, zeros, order, dtype):
     scales = (torch.float16, torch.bfloat16, torch.float32)[outputs % 3]
@@ -142,12 +145,12 @@ def test_products(outputs, inputs, group, bits, zeros, order, dtype):
     layer = layer_of(weight, bias=order)
     product = Product([layer], NATIVE)
     with torch.inference_mode():
-        x = torch.randn(61, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        x = torch.randn(150, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
         exact = torch.nn.functional.linear(x.double(), by_hand(weight).double(), None if layer.bias is None else layer.bias.double())
         found = product(x)
         limit = 1e-5 if dtype == torch.float32 else 2.0**-8
         assert (found.double() - exact).abs().max() <= limit * exact.abs().max()
-        for tokens in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 33):
+        for tokens in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 33, 129):
             assert torch.equal(product(x[:tokens].contiguous()), found[:tokens]), "bits that depend on how many tokens there are"
     assert torch.equal(product.weights()[0], weight.qdata)
 

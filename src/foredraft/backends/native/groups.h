@@ -23,9 +23,9 @@
  */
 #define SEGMENT 128 /* inputs of a part at most, so that sums of their products do not overflow */
 #ifdef TILED
-#define CROWD 32 /* tokens per pass over the weights: two tiles, */
+#define CROWD 128 /* tokens per pass over the weights; they are unpacked once for all of these */
 #else
-#define CROWD 24 /* or so many that their inputs and sums and the weights of a segment fit into the L1 cache */
+#define CROWD 24 /* so many that their inputs and sums and the weights of a segment fit into the L1 cache */
 #endif
 #define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
 /* Prefetch distance in bytes, and into which cache: with AVX-512, loads into the L1 cache wait for the few that it can have under way */
@@ -101,7 +101,8 @@ INLINE int32_t times(int a, int b) { return (uint32_t)a * (uint32_t)b; } /* wrap
 #if defined(BF16) && defined(IN_BYTES)
 #ifdef TILED
 #define IN_TILES_OF_BYTES
-#define FEW_IN_TILES(group) ((group) < SEGMENT ? 8 : 4) /* tokens from which tiles are faster; bits are the same, since sums of integers are exact */
+#define FEW_IN_TILES(group) ((group) < SEGMENT ? 7 : 4) /* tokens from which tiles are faster; bits are the same, since sums of integers are exact */
+#define EXACT -1                                         /* how inputs are laid out: for tiles of bfloat16 */
 #endif
 typedef int16_t given;
 typedef i32 digit;
@@ -187,18 +188,32 @@ typedef struct {
 
 #ifdef BF16
 #ifdef IN_TILES_OF_BYTES
-/* How many inputs of n tokens are in a row of a tile, with first their low bytes and then their high ones; 0 if no tiles are used. Then, and in
- * every second sum, the bytes of four inputs are neighbours. */
+/* The largest number without its sign that a weight less its zero point, or less 0 where that is subtracted later, can be */
+INLINE int largest_weight(const Matrix *m) {
+    const int zero = m->mins || !m->zeros ? m->zero : 0, most = (1 << (m->kind == GROUPS_OF_EIGHT ? 8 : m->kind == GROUPS_OF_SIX ? 6 : 4)) - 1;
+    return m->kind == GROUPS_OF_E2M1 ? 12 : zero > most - zero ? zero : most - zero;
+}
+
+/* How many inputs of n tokens are in a row of a tile, with first their low bytes and then their high ones, or EXACT; 0 if no tiles are used. Then,
+ * and in every second sum, the bytes of four inputs are neighbours. */
 INLINE int in_row_of(const Matrix *m, int n, int K) {
     if (n < FEW_IN_TILES(m->group) || K % m->group) return 0;
+    const int whole = m->group == 16 || m->group == 32 ? K % (2 * m->group) == 0 : m->group == 64;
+    if (whole && m->group * largest_weight(m) <= (1 << 24 >> 15)) return EXACT; /* inputs have 15 bits */
     return m->group == 32 ? 32 : m->group == 64 || m->group % SEGMENT == 0 ? 64 : 0;
 }
 #endif
 
 #ifdef IN_BYTES
-/* Store inputs i to i + 16 as bytes; with `in_row`, in rows */
+/* Store inputs i to i + 16 as bytes; with `in_row`, in rows or as bfloat16 */
 INLINE void bytes_of(i32 integers, int bits, given *out, int i, int in_row) {
     given some[16];
+#ifdef IN_TILES_OF_BYTES
+    if (in_row == EXACT) {
+        i32_to_alternating(out + i, i32_right_signed(f32_as_i32(i32_to_f32(integers)), 16), 4);
+        return;
+    }
+#endif
     if (!in_row) {
         i32_to_bytes(out + i, integers, bits == 4);
         return;

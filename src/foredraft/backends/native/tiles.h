@@ -10,6 +10,7 @@
 #define TILE_INPUTS 32 /* inputs of a tile */
 #define TILE_ROWS 16 /* tokens of a tile, and outputs */
 typedef uint8_t Rows[8]; /* of each tile */
+#define OF_INPUTS(i) ((i) >= 2 && (i) <= 5) /* whether tile number i has inputs as bytes, where there are any */
 
 #ifdef EMULATED
 typedef struct {
@@ -27,7 +28,7 @@ INLINE float of_brain(value x) {
 }
 
 static void tiles_with(const Rows rows, int row) {
-    for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i], tile_of[i].row = i == 4 || i == 5 ? row : 64;
+    for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i], tile_of[i].row = OF_INPUTS(i) ? row : 64;
 }
 #define tiles_end()
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
@@ -53,25 +54,25 @@ static void tile_product(int sum, int inputs, int weights) {
         }
     }
 }
-/* sums += signed bytes of inputs times unsigned bytes of weights */
+/* sums += signed bytes of inputs times signed bytes of weights */
 static void tile_bytes(int sum, int inputs, int weights) {
     tiles_used = 1;
     for (int t = 0; t < tile_of[sum].rows; t++) {
         const int8_t *x = (const int8_t *)tile_of[inputs].bytes[t];
         int32_t *y = (int32_t *)tile_of[sum].bytes[t];
         for (int o = 0; o < 16; o++)
-            for (int k = 0; k < tile_of[inputs].row; k++) y[o] += x[k] * tile_of[weights].bytes[k / 4][4 * o + k % 4];
+            for (int k = 0; k < tile_of[inputs].row; k++) y[o] += x[k] * (int8_t)tile_of[weights].bytes[k / 4][4 * o + k % 4];
     }
 }
 #else
-/* Set the rows of each tile, which have 64 bytes, but `row` bytes in tiles 4 and 5 */
+/* Set the rows of each tile, which have 64 bytes, but `row` bytes in tiles of inputs */
 static void tiles_with(const Rows rows, int row) {
     struct {
         uint8_t palette, start, unused[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
-    for (int i = 0; i < 8; i++) shape.bytes[i] = i == 4 || i == 5 ? row : 64, shape.rows[i] = rows[i];
+    for (int i = 0; i < 8; i++) shape.bytes[i] = OF_INPUTS(i) ? row : 64, shape.rows[i] = rows[i];
     __asm__ volatile("" : : "m"(shape) : "memory"); /* compilers do not know that it is read */
     _tile_loadconfig(&shape);
 }
@@ -85,7 +86,7 @@ static void tiles_with(const Rows rows, int row) {
     } while (0)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_product(sum, inputs, weights) _tile_dpbf16ps(sum, inputs, weights)
-#define tile_bytes(sum, inputs, weights) _tile_dpbsud(sum, inputs, weights)
+#define tile_bytes(sum, inputs, weights) _tile_dpbssd(sum, inputs, weights)
 #endif
 
 #define tiles_begin(...) tiles_with(__VA_ARGS__, 64)

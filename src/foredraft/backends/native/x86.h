@@ -41,6 +41,7 @@ INLINE i32 i32_kept(i32 x) { return x; } /* in a register, from which compilers 
 INLINE i32 i32_load_some(lanes m, const int32_t *p) { return _mm512_maskz_loadu_epi32(m, p); }
 INLINE i32 i32_add(i32 a, i32 b) { return _mm512_add_epi32(a, b); }
 INLINE i32 i32_sub(i32 a, i32 b) { return _mm512_sub_epi32(a, b); }
+INLINE i32 i32_sub_bytes(i32 a, i32 b) { return _mm512_sub_epi8(a, b); }
 INLINE i32 i32_mul(i32 a, i32 b) { return _mm512_mullo_epi32(a, b); }
 INLINE i32 i32_and(i32 a, i32 b) { return _mm512_and_si512(a, b); }
 INLINE i32 i32_xor(i32 a, i32 b) { return _mm512_xor_si512(a, b); }
@@ -70,6 +71,9 @@ INLINE i32 f32_as_i32(f32 x) { return _mm512_castps_si512(x); }
 INLINE i32 i32_from_8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i32 i32_from_16(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void i32_to_16(uint16_t *p, i32 x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); } /* the lower halves */
+/* Both halves of each word replaced by the numbers of a table at their lowest five or six bits */
+INLINE i32 halves_from_32(const uint16_t *table, i32 x) { return _mm512_permutexvar_epi16(x, i32_load(table)); }
+INLINE i32 halves_from_64(const uint16_t *table, i32 x) { return _mm512_permutex2var_epi16(i32_load(table), x, i32_load(table + 32)); }
 /* 12 plus twice the e2m1 float in the lowest four bits of each byte; the other bits must be zero */
 INLINE i32 i32_bytes_of_e2m1(i32 x) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
