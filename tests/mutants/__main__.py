@@ -74,6 +74,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults whose file or line contains this")
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if options.only in fault.file + ": " + fault.line]
+    if not faults:
+        parser.error(f"no fault has {options.only!r} in its file or line")
     stale = [why for fault in faults if isinstance(why := place(fault), str)]
     import hypothesis  # noqa: F401
     import scipy.stats  # noqa: F401
