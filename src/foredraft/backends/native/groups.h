@@ -28,12 +28,13 @@
 #define CROWD 24 /* so many that their inputs and sums and the weights of a segment fit into the L1 cache */
 #endif
 #define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
-/* Prefetch distance in bytes, and into which cache: with AVX-512, loads into the L1 cache wait for the few that it can have under way */
-#ifdef __AVX512F__
-#define SOON 8192
-#define prefetch(p) __builtin_prefetch(p, 0, INTO_L2)
-#else
+/* Prefetch distance in bytes. With AVX-512, words go into the L2 cache that far ahead, since loads into the L1 cache wait for the few that it can have
+ * under way, and from there into the L1 cache NEAR bytes ahead. */
 #define SOON 4096
+#define NEAR 1024
+#ifdef __AVX512F__
+#define prefetch(p) (__builtin_prefetch(p, 0, INTO_L2), __builtin_prefetch((const char *)(p) - (SOON - NEAR)))
+#else
 #define prefetch(p) __builtin_prefetch(p)
 #endif
 #define HALF 0 /* dtypes of scales: float16, BRAIN bfloat16, SINGLE float32, BYTE int8 times a float16 of `over` */
