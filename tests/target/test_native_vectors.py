@@ -153,6 +153,17 @@ def not_run() -> list[tuple[str, torch.dtype]]:
 
 @needs_kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 has the compilers")
+@pytest.mark.parametrize("name", list(X86))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compilers_do_not_warn(name, dtype):
+    """Of a macro that is defined twice, for instance: with ``-w``, the last definition silently holds everywhere."""
+    brain = ["-DBF16"] if dtype == torch.bfloat16 else []
+    source = native.SOURCE
+    subprocess.run(["cc", X86[name], *brain, "-std=c11", "-fsyntax-only", *STRICT, str(source)], check=True, timeout=100)
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 has the compilers")
 @pytest.mark.parametrize(("name", "dtype"), not_run(), ids=str)
 def test_it_compiles_for_what_is_not_run(name, dtype, tmp_path):
     if name in ARM and CROSS is None:

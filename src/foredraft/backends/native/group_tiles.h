@@ -1,7 +1,7 @@
 /* Products of group-quantized weights by AMX, for some tokens at a time. Included by groups.h. Results have the bits of of_tokens(), since all sums
  * are exact. While tiles are multiplied, the sums before them are added to the totals.
  *
- * Where no sum of a part can reach 2^24 (EXACT), a tile of bfloat16 has the prepared inputs, and its sums are float32: integers of at most 15 bits that
+ * Where no sum of a part can reach 2^24 (IN_FLOATS), a tile of bfloat16 has the prepared inputs, and its sums are float32: integers of at most 15 bits that
  * were rounded to bfloat16 before are bfloat16 numbers, and so are weights. A table has the numbers that the bits of a weight stand for.
  *
  * Otherwise the low and the high bytes of prepared inputs lie apart: a row of a tile has so many of each. Weights are signed bytes, and there are two
@@ -119,7 +119,7 @@ INLINE void tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float
                                                                        {add_part_0, add_part_1, add_part_2, add_part_3},
                                                                        {add_parts_0, add_parts_1, add_parts_2, add_parts_3}};
     const int groups = K / m->group, shared = m->nested ? groups / m->nested : 0, part = m->group < SEGMENT ? m->group : SEGMENT;
-    const int floats = in_row == EXACT, both = floats && part <= 32, sums_of = both ? TWO_PARTS : floats ? ONE_PART : AS_BYTES;
+    const int floats = in_row == IN_FLOATS, both = floats && part <= 32, sums_of = both ? TWO_PARTS : floats ? ONE_PART : AS_BYTES;
     const int steps = both ? 2 * part : part, two = floats || steps > in_row; /* inputs at a time; whether they are two rows of a tile */
     const int row = !floats ? in_row : part < 32 ? 32 : 64;                     /* in bytes */
     const int still = floats ? m->zeros && !m->mins : !IN_FOUR_BITS(kind) && (m->zero != MIDDLE(kind) || (m->zeros && !m->mins));
@@ -190,16 +190,16 @@ INLINE void tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float
         (void)row; \
         tiled_groups(m, o, p, n, totals, K, after, kind, in_row); \
     }
-SOME_TILED(fours_in_tiles, GROUPS_OF_FOUR, EXACT)
-SOME_TILED(sixes_in_tiles, GROUPS_OF_SIX, EXACT)
-SOME_TILED(floats_in_tiles, GROUPS_OF_E2M1, EXACT)
+SOME_TILED(fours_in_tiles, GROUPS_OF_FOUR, IN_FLOATS)
+SOME_TILED(sixes_in_tiles, GROUPS_OF_SIX, IN_FLOATS)
+SOME_TILED(floats_in_tiles, GROUPS_OF_E2M1, IN_FLOATS)
 SOME_TILED(fours_as_bytes, GROUPS_OF_FOUR, row)
 SOME_TILED(sixes_as_bytes, GROUPS_OF_SIX, row)
 SOME_TILED(floats_as_bytes, GROUPS_OF_E2M1, row)
 SOME_TILED(eights_as_bytes, GROUPS_OF_EIGHT, row)
 
 static void some_tiled_groups(const Matrix *m, int o, const Prepared *p, int n, float *totals, int K, const char *after, int in_row) {
-    const int exact = in_row == EXACT;
+    const int exact = in_row == IN_FLOATS;
     switch (m->kind) {
         case GROUPS_OF_FOUR: (exact ? fours_in_tiles : fours_as_bytes)(m, o, p, n, totals, K, after, in_row); break;
         case GROUPS_OF_SIX: (exact ? sixes_in_tiles : sixes_as_bytes)(m, o, p, n, totals, K, after, in_row); break;

@@ -103,7 +103,7 @@ INLINE int32_t times(int a, int b) { return (uint32_t)a * (uint32_t)b; } /* wrap
 #ifdef TILED
 #define IN_TILES_OF_BYTES
 #define FEW_IN_TILES(group) ((group) < SEGMENT ? 7 : 4) /* tokens from which tiles are faster; bits are the same, since sums of integers are exact */
-#define EXACT -1                                         /* how inputs are laid out: for tiles of bfloat16 */
+#define IN_FLOATS -1 /* how inputs are laid out: for tiles of bfloat16 */
 #endif
 typedef int16_t given;
 typedef i32 digit;
@@ -195,12 +195,12 @@ INLINE int largest_weight(const Matrix *m) {
     return m->kind == GROUPS_OF_E2M1 ? 12 : zero > most - zero ? zero : most - zero;
 }
 
-/* How many inputs of n tokens are in a row of a tile, with first their low bytes and then their high ones, or EXACT; 0 if no tiles are used. Then,
+/* How many inputs of n tokens are in a row of a tile, with first their low bytes and then their high ones, or IN_FLOATS; 0 if no tiles are used. Then,
  * and in every second sum, the bytes of four inputs are neighbours. */
 INLINE int in_row_of(const Matrix *m, int n, int K) {
     if (n < FEW_IN_TILES(m->group) || K % m->group) return 0;
     const int whole = m->group == 16 || m->group == 32 ? K % (2 * m->group) == 0 : m->group == 64;
-    if (whole && m->group * largest_weight(m) <= (1 << 24 >> 15)) return EXACT; /* inputs have 15 bits */
+    if (whole && m->group * largest_weight(m) <= (1 << 24 >> 15)) return IN_FLOATS; /* inputs have 15 bits */
     return m->group == 32 ? 32 : m->group == 64 || m->group % SEGMENT == 0 ? 64 : 0;
 }
 #endif
@@ -210,7 +210,7 @@ INLINE int in_row_of(const Matrix *m, int n, int K) {
 INLINE void bytes_of(i32 integers, int bits, given *out, int i, int in_row) {
     given some[16];
 #ifdef IN_TILES_OF_BYTES
-    if (in_row == EXACT) {
+    if (in_row == IN_FLOATS) {
         i32_to_alternating(out + i, i32_right_signed(f32_as_i32(i32_to_f32(integers)), 16), 4);
         return;
     }

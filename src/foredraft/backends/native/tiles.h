@@ -45,7 +45,7 @@ static void tile_product(int sum, int inputs, int weights) {
         float *y = (float *)tile_of[sum].bytes[t];
         for (int o = 0; o < 16; o++) {
             float even = 0.0f, odd = 0.0f;
-            for (int k = 0; k < 16; k++) {
+            for (int k = 0; k < tile_of[inputs].row / 4; k++) {
                 const value *w = (const value *)tile_of[weights].bytes[k] + 2 * o;
                 even = __builtin_fmaf(of_brain(x[2 * k]), of_brain(w[0]), even);
                 odd = __builtin_fmaf(of_brain(x[2 * k + 1]), of_brain(w[1]), odd);
