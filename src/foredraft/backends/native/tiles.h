@@ -141,7 +141,7 @@ INLINE void pair_of_tiles(const value *x, size_t line, const value *some, const 
 /* Widen 8-bit weights of `inputs` inputs of BLOCKS * 16 outputs, which are `block` bytes apart, to tiles; those of 16 outputs are `apart` values apart */
 INLINE void widened_tiles(const char *w, size_t block, int inputs, value *to, size_t apart) {
     for (int k = 0; k < inputs; k += DEPTH, w += DEPTH * 16, to += DEPTH * 16)
-        for (int b = 0; b < BLOCKS; b++) i32_store(to + b * apart, eights((const int8_t *)w + b * block));
+        for (int b = 0; b < BLOCKS; b++) i32_store(to + b * apart, brain_from_8((const int8_t *)w + b * block));
 }
 
 /* BLOCKS * 16 outputs from o on, of n <= TILE_ROWS tokens, into out [n, BLOCKS * 16]: all at once, so that weights come from four places, as memory

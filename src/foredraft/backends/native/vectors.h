@@ -76,6 +76,10 @@ INLINE operand eights(const int8_t *p) {
     const i32 pairs = i32_from_16((const uint16_t *)p);
     return (operand){i32_to_f32(i32_right_signed(i32_left(pairs, 24), 24)), i32_to_f32(i32_right_signed(i32_left(pairs, 16), 24))};
 }
+INLINE i32 brain_from_8(const int8_t *p) { /* 32 of them; bfloat16 holds them exactly */
+    const operand pairs = eights(p);
+    return i32_xor(i32_right(f32_as_i32(pairs.even), 16), f32_as_i32(pairs.odd));
+}
 #if !defined(__AVX512F__) && !defined(EMULATED)
 #define HALVED /* products read the even and the odd elements of pairs one after the other: products.h */
 INLINE f32 half_of_weights(const value *p, int odd) {
