@@ -30,7 +30,7 @@ INLINE float of_brain(value x) {
 static void tiles_with(const Rows rows, int row) {
     for (int i = 0; i < 8; i++) tile_of[i].rows = rows[i], tile_of[i].row = OF_INPUTS(i) ? row : 64;
 }
-#define tiles_end()
+#define tiles_end() (void)0
 #define tile_zero(i) __builtin_memset(tile_of[i].bytes, 0, sizeof tile_of[i].bytes)
 static void tile_load(int i, const void *p, size_t stride) {
     for (int row = 0; row < tile_of[i].rows; row++) __builtin_memcpy(tile_of[i].bytes[row], (const char *)p + row * stride, tile_of[i].row);
