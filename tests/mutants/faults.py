@@ -797,9 +797,10 @@ FAULTS = [
     Fault("attention.h", "        if (now != c->most[i]) raise_most(c, i, now);", "        c->most[i] = now;", VECTORS),
     Fault("attention_tiles.h", "if (at + KEYS <= from) a.begin = b + 1;", "", VECTORS),
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
+    Fault("costs.py", "max(usual - seconds, LEAST_SPARED * usual)", "max(usual - seconds, 0.0)", COSTS),
     Fault("tiles.h", "x += (size_t)n * K,", "x += K,", VECTORS),
     Fault("tiles.h", "WIDTH, n, k > 0, 0, 0);", "WIDTH, n, 0, 0, 0);", ("tests/target/test_quantization.py",)),  # with AMX
-    Fault("tiles.h", "to + b * apart, eights((const int8_t *)w + b * block)", "to + b * apart, eights((const int8_t *)w)", VECTORS),
+    Fault("tiles.h", "brain_from_8((const int8_t *)w + b * block)", "brain_from_8((const int8_t *)w)", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
     Fault("gguf.py", "1.0 if rotated is None else rotated / size", "1.0", GROUPS),

@@ -334,6 +334,19 @@ class Clock:
         return self.now
 
 
+def test_passes_that_seem_to_spare_nothing_are_still_made_together():
+    """Otherwise a measurement in a bad moment would hold forever."""
+    costs = known_costs(pass_=1e-2, level=1e-3)
+    for _ in range(40):
+        costs.observe(1, 1, PROMPT, 1e-2, 2e-3, None, (), 0)
+    for seconds in (2e-2, 3e-2):
+        costs.observe(1, 1, PROMPT, 1e-2, seconds, None, (), 0, together=True)
+    assert costs.spared is not None and 0 < costs.spared < 1e-4
+    for _ in range(40):
+        costs.observe(1, 1, PROMPT, 1e-2, 5e-4, None, (), 0, together=True)
+    assert costs.spared > 1e-3
+
+
 def test_plain_rounds_whose_passes_are_made_together_take_less():
     costs = known_costs(pass_=1e-2, level=1e-3)
     for _ in range(40):

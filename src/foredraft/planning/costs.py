@@ -38,7 +38,8 @@ MISSED = 4  # tokens per row that a draft reads besides without much notice
 FEW_TREES, LEAST_SHARE = 2, 0.04  # rounds over trees that "no longer than chains" counts for, and what a round counts of their average
 SLOWER = 2.0  # rounds that one over a tree may count longer
 FADING_TREES = 0.99  # of what trees take longer is still believed a round without one later: they are tried again
-SPARED, MOST_SPARED = 0.2, 0.5  # what a round counts of what such rounds spare; and the most that they spare of a round
+SPARED = 0.2  # what a round counts of what such rounds spare
+LEAST_SPARED, MOST_SPARED = 0.001, 0.5  # the least and the most that they spare of a round
 TOGETHER = 10  # tokens that are read together in the time of one level, until it was seen
 LEVEL, LOOK_UP = 2e-3, 2e-5  # seconds of a draft's level where a target's pass takes 10 ms: of a model, and of a mere look-up
 
@@ -211,11 +212,12 @@ class CostModel:
             self._observe_draft(rows, draft, widths, behind)
 
     def _observe_spared(self, usual: float, seconds: float, together: bool) -> None:
-        """The first passes that are made together say nothing: their code runs for the first time."""
+        """The first passes that are made together say nothing: their code runs for the first time. A later one that seems to spare nothing
+        counts as if it had spared a little: with nothing, no more passes would be made together, and this would never be measured again."""
         if together and not self._warm:
             self._warm = True
             return
-        spared = min(max(usual - seconds, 0.0), MOST_SPARED * usual) if together else 0.0
+        spared = min(max(usual - seconds, LEAST_SPARED * usual), MOST_SPARED * usual) if together else 0.0
         self.spared = spared if self.spared is None else self.spared + SPARED * (spared - self.spared)
 
     def _observe_draft(self, rows: int, draft: float, widths: Sequence[int], behind: int) -> None:
