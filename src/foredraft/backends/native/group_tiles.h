@@ -12,9 +12,6 @@
 #define IN_FOUR_BITS(kind) ((kind) == GROUPS_OF_FOUR || (kind) == GROUPS_OF_E2M1)
 #define NUMBERS 64 /* of a table */
 
-/* What all weights have as their zero point; where each output has its own, 0 */
-INLINE int common_zero(const Matrix *m) { return m->mins || !m->zeros ? m->zero : 0; }
-
 /* What the bits of a weight stand for less common_zero(), in bfloat16; bits above its own are ignored */
 INLINE void find_numbers(const Matrix *m, int kind, uint16_t *table) {
     for (int i = 0; i < NUMBERS; i += 16) {

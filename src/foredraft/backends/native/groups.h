@@ -189,9 +189,12 @@ typedef struct {
 
 #ifdef BF16
 #ifdef IN_TILES_OF_BYTES
-/* The largest number without its sign that a weight less its zero point, or less 0 where that is subtracted later, can be */
+/* What all weights have as their zero point; where each output has its own, 0 */
+INLINE int common_zero(const Matrix *m) { return m->mins || !m->zeros ? m->zero : 0; }
+
+/* The largest number without its sign that a weight less common_zero() can be */
 INLINE int largest_weight(const Matrix *m) {
-    const int zero = m->mins || !m->zeros ? m->zero : 0, most = (1 << (m->kind == GROUPS_OF_EIGHT ? 8 : m->kind == GROUPS_OF_SIX ? 6 : 4)) - 1;
+    const int zero = common_zero(m), most = (1 << (m->kind == GROUPS_OF_EIGHT ? 8 : m->kind == GROUPS_OF_SIX ? 6 : 4)) - 1;
     return m->kind == GROUPS_OF_E2M1 ? 12 : zero > most - zero ? zero : most - zero;
 }
 
