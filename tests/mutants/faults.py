@@ -809,6 +809,7 @@ FAULTS = [
     Fault("gguf.py", "rest >> 4 | second >> 2 & 48", "rest >> 4 | second >> 4 & 48", GROUPS),
     Fault("gguf.py", '{"mins": -halves(2)}', '{"mins": halves(2)}', GROUPS),
     Fault("checkpoints.py", "if inputs % BLOCK:", "if False:", PACKERS),
+    Fault("checkpoints.py", "if least < 0 or most > limit:", "if most > 255:", PACKERS),
     Fault("checkpoints.py", 'fields(parts["qweight"].T, bits)[:, :inputs]', 'fields(parts["qweight"].T, bits)', PACKERS),
     Fault("torchao_files.py", "if missing := [part", "if missing := 0 and [part", PACKERS),
     Fault("torchao_files.py", "    check_shapes(model, source)\n", "", PACKERS),

@@ -131,15 +131,15 @@ static void vectors(void) {
     for (int i = 0; i < 16; i++) print_whole("turned", rows[i]);
 }
 
-/* A product over several numbers of tokens, in order of kinds; each token has the same bits as alone */
-static void product_of(const char *name, const Matrix *m, const value *x) {
+/* A product of `size` inputs over several numbers of tokens, in order of kinds; each token has the same bits as alone */
+static void product_of(const char *name, const Matrix *m, const value *x, int size) {
     static const int counts[] = {1, 2, 3, 4, 5, 6, 7, 11, 13, 33, 49, MOST_TOKENS};
     value *y = room(MOST_TOKENS * N * sizeof(value)), *one = room(N * sizeof(value));
     for (int i = 0; i < 12; i++) {
         int different = 0;
-        linear(m, x, y, counts[i], K, N, 1 + i % THREADS);
+        linear(m, x, y, counts[i], size, N, 1 + i % THREADS);
         for (int t = 0; t < counts[i]; t++) {
-            linear(m, x + t * K, one, 1, K, N, 1);
+            linear(m, x + t * size, one, 1, size, N, 1);
             different += memcmp(one, y + t * N, N * sizeof(value)) != 0;
         }
         if (different) printf("%s of %d tokens: %d differ from what they are alone\n", name, counts[i], different), exit(1);
@@ -164,18 +164,31 @@ static void products(void) {
     for (int i = 0; i < N; i++) single[i] = between(0.001f, 0.01f);
     uint16_t *brain = room(N * 3 * 2);
     for (int i = 0; i < N * 3; i++) brain[i] = 0x3b80 + any() % 256;
-    product_of("values", &(Matrix){.values = weights}, x);
-    product_of("values_bias", &(Matrix){.values = weights, .bias = bias}, x);
-    product_of("eights", &(Matrix){.values = bytes(N * K, 255), .kind = EIGHTS, .scale = scale, .bias = bias}, x);
-    product_of("four", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 32, .scale = float16s(N * 6), .zero = 8}, x);
+    product_of("values", &(Matrix){.values = weights}, x, K);
+    product_of("values_bias", &(Matrix){.values = weights, .bias = bias}, x, K);
+    product_of("eights", &(Matrix){.values = bytes(N * K, 255), .kind = EIGHTS, .scale = scale, .bias = bias}, x, K);
+    product_of("four", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 32, .scale = float16s(N * 6), .zero = 8}, x, K);
     product_of("four_order", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 64, .scale = brain, .scales = BRAIN,
-                                       .zeros = bytes(N * 3, 15), .order = order, .bias = bias}, x);
-    product_of("eight", &(Matrix){.values = bytes(N * K, 255), .kind = GROUPS_OF_EIGHT, .group = K, .scale = single, .scales = SINGLE, .zero = 128}, x);
-    product_of("floats", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_E2M1, .group = 64, .scale = brain, .scales = BRAIN}, x);
+                                       .zeros = bytes(N * 3, 15), .order = order, .bias = bias}, x, K);
+    product_of("eight", &(Matrix){.values = bytes(N * K, 255), .kind = GROUPS_OF_EIGHT, .group = K, .scale = single, .scales = SINGLE, .zero = 128}, x, K);
+    product_of("floats", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_E2M1, .group = 64, .scale = brain, .scales = BRAIN}, x, K);
     product_of("four_mins", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 32, .scale = bytes(N * 6, 63), .scales = BYTE,
-                                      .over = float16s(N * 3), .mins = float16s(N * 3), .nested = 2, .zeros = bytes(N * 6, 63)}, x);
-    const uint32_t kept = state; /* what follows has the numbers that it had before there were six bits */
-    product_of("six", &(Matrix){.values = bytes(N * K * 3 / 4, 255), .kind = GROUPS_OF_SIX, .group = 16, .scale = float16s(N * 12), .zero = 32}, x);
+                                      .over = float16s(N * 3), .mins = float16s(N * 3), .nested = 2, .zeros = bytes(N * 6, 63)}, x, K);
+    const uint32_t kept = state; /* what follows has the numbers that it had before there were these */
+    const value *wide = values(MOST_TOKENS * 256, -1.0f, 1.0f);
+    product_of("six", &(Matrix){.values = bytes(N * K * 3 / 4, 255), .kind = GROUPS_OF_SIX, .group = 16, .scale = float16s(N * 12), .zero = 32}, x, K);
+    product_of("four_of_64", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 64, .scale = float16s(N * 3), .zero = 8}, x, K);
+    product_of("four_zeros", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 32, .scale = float16s(N * 6),
+                                       .zeros = bytes(N * 6, 15)}, x, K);
+    product_of("floats_of_32", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_E2M1, .group = 32, .scale = float16s(N * 6)}, x, K);
+    product_of("six_zeros", &(Matrix){.values = bytes(N * K * 3 / 4, 255), .kind = GROUPS_OF_SIX, .group = 64, .scale = float16s(N * 3),
+                                      .zeros = bytes(N * 3, 63)}, x, K);
+    product_of("eight_zeros", &(Matrix){.values = bytes(N * K, 255), .kind = GROUPS_OF_EIGHT, .group = 32, .scale = float16s(N * 6),
+                                        .zeros = bytes(N * 6, 255)}, x, K);
+    product_of("four_of_128", &(Matrix){.values = bytes(N * 128 / 2, 255), .kind = GROUPS_OF_FOUR, .group = 128, .scale = float16s(N),
+                                        .zeros = bytes(N, 15)}, x, 128);
+    product_of("six_of_128", &(Matrix){.values = bytes(N * 128 * 3 / 4, 255), .kind = GROUPS_OF_SIX, .group = 128, .scale = float16s(N), .zero = 32}, x, 128);
+    product_of("eight_of_256", &(Matrix){.values = bytes(N * 256, 255), .kind = GROUPS_OF_EIGHT, .group = 256, .scale = float16s(N), .zero = 128}, wide, 256);
     state = kept;
 }
 

@@ -94,6 +94,16 @@ def test_groups_of_awq_and_compressed_tensors_are_whole(method):
         Stored.of(about, "here").weight(parts, (32, 96), torch.float32)
 
 
+@pytest.mark.parametrize(("point", "found"), [(-9, "-1 to -1"), (100, "108 to 108")])
+def test_zero_points_are_integers_of_as_many_bits_as_weights(point, found):
+    """Older releases of compressed-tensors do not pack zero points, so files may hold others."""
+    made = numbers(32, 96, group=32, zeros=False)
+    parts = compressed(codes_from(made.qdata, 4), made.scale, None, 32)
+    parts["weight_zero_point"] = torch.full((32, 3), point, dtype=torch.int8)
+    with pytest.raises(ValueError, match=f"zero points from {found} where weights of 4 bits have 0 to 15"):
+        Stored.of(about_compressed(4, 32), "here").weight(parts, (32, 96), torch.float32)
+
+
 def test_a_layer_of_compressed_tensors_may_say_that_it_has_no_order():
     made = numbers(32, 96, group=32)
     parts = compressed(codes_from(made.qdata, 4), made.scale, made.zeros.clamp(1, 15), 32)

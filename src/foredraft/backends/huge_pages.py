@@ -27,11 +27,11 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialized tensor on the CPU.
 
     Raises:
-        OSError: there is no memory for it.
+        MemoryError: there is no memory for it.
     """
     global _free
     size = math.prod(shape) * dtype.itemsize
-    with _lock:
+    with _lock:  # inference tensors would be read-only outside that mode, and others share the chunk
         if size > CHUNK:
             found = _chunk(size)
         else:
@@ -47,7 +47,10 @@ def moved(values: Tensor) -> Tensor:
 
 
 def _chunk(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages that are never touched take no memory
+    try:
+        memory = mmap.mmap(-1, size + PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # pages that are never touched take no memory
+    except OSError as error:
+        raise MemoryError(f"out of memory: {size / 1e6:.0f} MB for weights") from error
     if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
         with suppress(OSError):  # an OS that has no huge pages
             memory.madvise(advice)

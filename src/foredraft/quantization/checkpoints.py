@@ -201,9 +201,9 @@ class Stored:
         if order is not None:
             codes = codes[:, order.long()]
         if isinstance(zeros, Tensor):
-            least, most = int(zeros.min()), int(zeros.max())
-            if most > 255:
-                raise ValueError("zero points above 255")
+            least, most, limit = int(zeros.min()), int(zeros.max()), (1 << bits) - 1
+            if least < 0 or most > limit:  # as integers of compressed-tensors, they could be
+                raise ValueError(f"zero points from {least} to {most} where weights of {bits} bits have 0 to {limit}")
             zeros = least if least == most else zeros.to(torch.uint8).contiguous()
         return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), zeros, order, bits=bits, group=size, dtype=dtype)
 

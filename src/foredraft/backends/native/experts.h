@@ -318,7 +318,7 @@ static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, 
     const int I = e->inner, tiles = I / TILE, all = T * e->chosen, most = rows_at_once(&e->gate_up, H);
     const int grouped = in_groups(&e->gate_up);
     entry room[GAP && !grouped ? ENTRIES(all < most ? all : most, H) : 1];
-    for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
+    for (int i = first_in_range(w, *r->active * tiles); i >= 0; i = next(w)) {
         const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
         const int row = (r->experts[i / tiles] * I + o) * 2;
         const int later = i % tiles < tiles - 1 ? row + 2 * TILE : i / tiles + 1 < *r->active ? r->experts[i / tiles + 1] * 2 * I : -1;
@@ -361,7 +361,7 @@ static void summed(const Experts *e, const Routed *r, int t, const value *tiles,
 static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T, int H) {
     const int I = e->inner, all = T * e->chosen, most = rows_at_once(&e->down, e->width), grouped = in_groups(&e->down);
     entry room[GAP && !grouped ? ENTRIES(all < most ? all : most, e->width) : 1];
-    for (int i = first(w, H / TILE); i >= 0; i = next(w)) {
+    for (int i = first_in_range(w, H / TILE); i >= 0; i = next(w)) {
         value *tiles = own_tiles(w, e, r, T), *out = tiles + (size_t)all * TILE;
         const int o = i * TILE, active = *r->active;
         for (int a = 0; a < active; a++) {

@@ -28,12 +28,15 @@
 #define CROWD 24 /* so many that their inputs and sums and the weights of a segment fit into the L1 cache */
 #endif
 #define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
-/* Prefetch distance in bytes. With AVX-512, words go into the L2 cache that far ahead, since loads into the L1 cache wait for the few that it can have
- * under way, and from there into the L1 cache NEAR bytes ahead. */
+/* Prefetch distances in bytes, of words and of scales. With AVX-512, both go into the L2 cache, since loads into the L1 cache wait for the few that it
+ * can have under way. Beside AMX (measured on Intel) words then go into the L1 cache NEAR bytes ahead; AMD's processors are slower with that. */
 #define SOON 4096
 #define NEAR 1024
-#ifdef __AVX512F__
+#define SCALES_SOON 1024
+#ifdef TILED
 #define prefetch(p) (__builtin_prefetch(p, 0, INTO_L2), __builtin_prefetch((const char *)(p) - (SOON - NEAR)))
+#elif defined(__AVX512F__)
+#define prefetch(p) __builtin_prefetch(p, 0, INTO_L2)
 #else
 #define prefetch(p) __builtin_prefetch(p)
 #endif
@@ -54,6 +57,8 @@
 #endif
 /* Makes compilers load *p from the L1 cache at each use: kept in a register, it would spill accumulators */
 #define READ_AGAIN(p) __asm__ volatile("" : "+r"(p))
+
+INLINE size_t bytes_of_scale(const Matrix *m) { return m->scales == BYTE ? 1 : m->scales == SINGLE ? 4 : 2; }
 
 /* The scales of 16 outputs, from index `at` on (int8 ones times `over`, from index `above` on); and their zero points */
 INLINE f32 scales(const Matrix *m, size_t at, size_t above) {
@@ -369,6 +374,8 @@ INLINE void add_sums(sum sums[BLOCKS][TOKENS], const uint16_t *halves, const flo
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, const char *soon) {
     const int count = INPUTS_OF(kind), alike = m->mins || !m->zeros, zero = m->zero + OFFSET(kind);
+    for (size_t i = 0; soon && i < OUTPUTS * bytes_of_scale(m); i += LINE)
+        __builtin_prefetch((const char *)m->scale + at * bytes_of_scale(m) + SCALES_SOON + i, 0, INTO_L2);
     for (int c = 0; c < BLOCKS; c += ABREAST(n)) {
         float widened[OUTPUTS];
         if (m->mins) subtract_mins(m, at + c * 16, above + c * 16, parts, totals + c * 16, ABREAST(n), n);
