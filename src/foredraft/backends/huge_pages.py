@@ -31,7 +31,7 @@ def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     global _free
     size = math.prod(shape) * dtype.itemsize
-    with _lock:  # inference tensors would be read-only outside that mode, and others share the chunk
+    with _lock:
         if size > CHUNK:
             found = _chunk(size)
         else:
