@@ -92,6 +92,17 @@ def nothing(speculator: Any) -> None:
     pass
 
 
+def slow(speculator: Any) -> None:
+    """A text takes many seconds, on any machine."""
+    score = speculator.target.score
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return score(*arguments, **options)
+
+    speculator.target.score = slowly
+
+
 def test_the_command_serves_until_it_is_told_to_stop():
     native.refusal(torch.float32)  # compiled once, in the process that is forked
     flags = [
@@ -121,7 +132,7 @@ def test_the_command_serves_until_it_is_told_to_stop():
 
 
 def test_sigterm_drains_and_then_tells_the_rest():
-    with process(server, nothing, {"drain": 3.0}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
+    with process(server, slow, {"drain": 3.0}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
         with client.stream("POST", "/v1/completions", json=LONG) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data:")
