@@ -713,3 +713,11 @@ def test_a_draft_model_that_is_recorded_makes_chains(monkeypatch):
     assert not largest_fitting(target, drafter, lambda shape: True).is_chain
     monkeypatch.setattr(type(drafter.info.draft_model), "warm_up", 4)
     assert largest_fitting(target, drafter, lambda shape: True).is_chain
+
+
+def test_chains_of_copies_have_as_many_tokens_as_trees_of_others():
+    target = Target(tiny())
+    assert largest_fitting(target, PromptLookup(), lambda shape: True).depth == 24
+    drafter = DraftModel(perturbed())
+    drafter.bind(target)
+    assert largest_fitting(target, drafter, lambda shape: shape.is_chain).depth == 12

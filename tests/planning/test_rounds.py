@@ -150,9 +150,12 @@ def levels(shape: TreeShape) -> list[int]:
     return [depths.count(depth) for depth in range(1, shape.depth + 1)]
 
 
-def planner(machine: Machine, rows: int = 1, *, shapes=CHAINS, known: bool = True, grows: bool = False) -> AutomaticPlanner:
+def planner(
+    machine: Machine, rows: int = 1, *, shapes=CHAINS, known: bool = True, grows: bool = False, copies: bool = False
+) -> AutomaticPlanner:
     costs = machine.known(rows) if known else CostModel()
-    return AutomaticPlanner(shapes, grows=[True] if grows else [], costs=costs, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
+    how = {"grows": [True] if grows else [], "catches_up": machine.missed > 0, "copies": copies}
+    return AutomaticPlanner(shapes, costs=costs, budget=0, clock=lambda: 0.0, **how)
 
 
 def flat(tokens: int) -> float:
@@ -359,7 +362,7 @@ def test_a_prompt_that_was_read_before_the_first_round_costs_nothing_more():
     row = SimpleNamespace(slot=0, ids=[0] * 4000, prompt_length=4000, capacity=10**6)
     assert planned.forecast([row], greedy=True).best.shape.nodes > 0
     planned.forecaster.begin(own=False, catches_up=True)
-    planned._forecast = None
+    planned._in_use.clear()
     assert planned.forecast([row], greedy=True).best.shape.nodes == 0
 
 
@@ -611,6 +614,38 @@ def test_drafts_that_pay_less_than_plain_rounds_that_are_made_together():
     assert run.last(100)["chain(0)"] > 90
     machine.besides = 0.0
     assert Run(machine, planner(machine)).go(300).last(100)["chain(0)"] < 10
+
+
+class Copying(Run):
+    """Text that is copied piece by piece: a draft that is right is right to the end of its piece, and most are wrong at once."""
+
+    left = 0  # tokens of the piece
+
+    def _walk(self, shape: TreeShape) -> list[int]:
+        if not self.left and self.draw.random() < 0.2:
+            self.left = self.draw.randrange(20, 120)
+        kept = min(self.left, shape.depth)
+        self.left = max(0, self.left - kept - 1)
+        return list(range(kept + 1))
+
+
+def test_a_copy_that_goes_on_is_drafted_longer_than_one_that_may_be_none():
+    machine, chains = Machine(lambda tokens: (10 + tokens) * MS, level=0.01 * MS), largest_shape(branches=False, depth=24)
+    together, apart = (Copying(machine, planner(machine, shapes=chains, copies=copies)).go(1500) for copies in (False, True))
+    assert apart.tokens / apart.seconds > 1.2 * together.tokens / together.seconds
+    forecaster, depths = apart.planner.forecaster, {}
+    for forecaster.running in (False, True):
+        depths[forecaster.running] = apart.planner.forecast(apart.live, greedy=True).best.shape.depth
+    assert 0 < depths[False] <= 8 and depths[True] >= 16
+    overall, parts = forecaster.of(True), [each.rounds for each in forecaster._apart.values()]
+    assert len(parts) == 2 and sum(parts) == overall.rounds
+
+
+def test_rows_of_a_batch_and_drafts_that_are_no_copies_are_not_told_apart():
+    for rows, copies in ((1, False), (3, True)):
+        machine = Machine(flat, rates=(0.9,))
+        run = Run(machine, planner(machine, rows, copies=copies), rows=rows).go(60)
+        assert not run.planner.forecaster._apart and run.planner.forecaster.of(True).rounds > 20
 
 
 def test_a_fixed_shape_stays():

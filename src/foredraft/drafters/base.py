@@ -219,6 +219,11 @@ class DrafterInfo:
     calibrated: StaticShape | None = None
     rates: tuple[tuple[float, ...], ...] = ()
 
+    @property
+    def copies(self) -> bool:
+        """Its drafts are copied from texts: ``shape="auto"`` follows them as chains, though it could draft trees."""
+        return self.branches and not self.auto_branches
+
 
 class DrafterHooks:
     """What a drafter may override besides the five methods of :class:`Drafter`; the defaults suit most."""

@@ -16,6 +16,7 @@ from foredraft.shapes import depths_of
 MEMORY = 0.97  # of what was known that a round leaves
 HASTE = 0.7  # the same where drafting is only being tried now and then, so that a change is noticed after a few tries
 PRIOR, WEIGHT = 0.4, 2.0  # of the first token, and trials that it counts for
+RUNNING = 0.8  # the same behind a round that kept its whole draft
 DEEPER = 4.0  # trials that the level above counts for at each depth
 LATER, LATER_WEIGHT = 0.15, 3.0  # the same of siblings after the first
 KNOWN = 8.0  # trials that rates which were measured beforehand count for
@@ -40,11 +41,11 @@ class Tally:
 
 class Acceptance:
     """Rates of one way of drafting; ``depth`` and ``siblings`` at most. ``known[depth][rank]`` says how often the guess of each rank is
-    right at each depth, as far as that was measured beforehand."""
+    right at each depth, as far as that was measured beforehand; ``prior`` stands in for the first guess."""
 
-    def __init__(self, depth: int, siblings: int = 1, known: Sequence[Sequence[float]] = ()):
+    def __init__(self, depth: int, siblings: int = 1, known: Sequence[Sequence[float]] = (), *, prior: float = PRIOR):
         self.first = [Tally() for _ in range(depth)]
-        self.first[:1] = [Tally(PRIOR * WEIGHT, WEIGHT)] if depth else []
+        self.first[:1] = [Tally(prior * WEIGHT, WEIGHT)] if depth else []
         self.later = [Tally() for _ in range(siblings - 1)]
         self.offered = Tally(2.0, 2.0)
         self.former = [Tally(USUAL * FEW, FEW) for _ in self.first]  # texts count as trials

@@ -125,10 +125,21 @@ class CostModel:
 
     def draft_seconds(self, rows: int, widths: Sequence[int], behind: int = 0) -> float:
         """Of levels below ``widths`` nodes, by a drafter that is ``behind`` by so many tokens, summed over rows."""
-        if not widths:
-            return 0.0
-        level = dict(zip(sorted(set(widths)), self.level.line(rows, sorted(set(widths)))))
-        return self._factor * (self._nearest(self.fixed, rows) + sum(level[width] for width in widths)) + self.catching_up(rows, behind)
+        return self.drafts(rows)(widths) + self.catching_up(rows, behind) if widths else 0.0
+
+    def drafts(self, rows: int) -> Callable[[Sequence[int]], float]:
+        """:meth:`draft_seconds` of drafts that are compared with each other, by a drafter that has read everything."""
+        factor, fixed, known = self._factor, self._nearest(self.fixed, rows), dict[frozenset[int], dict[int, float]]()
+
+        def seconds(widths: Sequence[int]) -> float:
+            if not widths:
+                return 0.0
+            some = frozenset(widths)
+            if some not in known:
+                known[some] = dict(zip(sorted(some), self.level.line(rows, sorted(some))))
+            return factor * (fixed + sum(map(known[some].__getitem__, widths)))
+
+        return seconds
 
     @property
     def drift(self) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from foredraft.drafters.base import Row
 from foredraft.drafters.exits import Exits
 from foredraft.planning import batches, search
-from foredraft.planning.acceptance import HASTE, MEMORY, Acceptance, expected
+from foredraft.planning.acceptance import HASTE, MEMORY, PRIOR, RUNNING, Acceptance, expected
 from foredraft.planning.costs import CostModel
 from foredraft.planning.exits import ExitChoice
 from foredraft.planning.rounds import Round
@@ -103,10 +103,13 @@ class Forecaster:
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
         exits: where drafts may leave the target, if there is a choice.
+        copies: drafts are copied from texts. A copy that was right so far is likely to go on, and most others are wrong at once. So
+            acceptance in rounds of a single row is tracked apart behind a round that kept its whole draft.
 
     Attributes:
         own: rows of a batch pay for their own nodes.
         acceptance: of greedy rounds, and of others: drafts are made differently.
+        running: the last round kept its whole draft; False where that makes no difference.
         grown: how grown trees have done in such rounds, where they may be grown.
     """
 
@@ -120,11 +123,14 @@ class Forecaster:
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
         exits: Exits | None = None,
+        copies: bool = False,
     ):
         self.largest, self.costs, self.catches_up, self.rates = largest, costs, catches_up, rates
         self.choice = None if exits is None else ExitChoice(exits, costs)
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
+        self.copies, self.running = copies, False
+        self._apart: dict[tuple[bool, bool], Acceptance] = {}  # of copies of a single row, greedy or not, by ``running``
         self.grown, self.levels = {greedy: Grown(greedy) for greedy in grows}, levels
         self.plan_record = PlanRecord()
         self.own = False
@@ -138,14 +144,15 @@ class Forecaster:
         self.own, self.catches_up, self._filler, self._reads_prompts = own and not filler, catches_up, filler, reads_prompts
         self._seen.clear()
         self._records.clear()
+        self.running = False
         if text:
             self.plan_record = PlanRecord()
-            for each in self.acceptance.values():
+            for each in (*self.acceptance.values(), *self._apart.values()):
                 each.begin_text()
 
     def forecast(self, rows: Sequence[Row], *, greedy: bool, together: bool, growing: bool = False) -> Forecast:
         """The best plan for rows of which no others join them, if they are ``together``; ``growing`` says that a grown tree is in use."""
-        acceptance = self.of(greedy)
+        acceptance = self.of(greedy, rows=len(rows))
         costs = self._lasting(rows, acceptance)
         if self.choice is not None and self._leaves_elsewhere(self.choice, len(rows), acceptance, costs, greedy):
             costs = self._lasting(rows, acceptance)
@@ -164,11 +171,21 @@ class Forecaster:
             best, other = self._with_grown(self.grown[greedy], best, chains[0], costs, growing)
         return Forecast(best, chains[0], other=other)
 
-    def of(self, greedy: bool) -> Acceptance:
-        """Acceptance of such rounds."""
+    def of(self, greedy: bool, *, rows: int = 0) -> Acceptance:
+        """Acceptance of such rounds, all together; for a single one of ``rows``, of those behind a round like the last one (:attr:`running`), if
+        drafts are copies."""
         if greedy not in self.acceptance:
             self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings, self.rates)
-        return self.acceptance[greedy]
+        if not self.copies or rows != 1:
+            return self.acceptance[greedy]
+        key = greedy, self.running
+        if key not in self._apart:
+            self._apart[key] = Acceptance(self.largest.depth, self.siblings, self.rates, prior=RUNNING if self.running else PRIOR)
+        return self._apart[key]
+
+    def ran(self, done: Round) -> None:
+        """Call at the end of each round, after :meth:`learn`: it sets :attr:`running`."""
+        self.running = self.copies and len(done.drafted) == 1 and 0 < sum(done.drafted[0]) == done.accepted[0]
 
     def rounds(self, greedy: bool) -> int:
         """With a draft so far, of such rows."""
@@ -178,7 +195,7 @@ class Forecaster:
         """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work; of those that cost
         ``most`` more at most, and the shortest if none does."""
         depth = min(TRIAL_LENGTH, self.largest.depth)
-        plain, *plans = search.chains([TRIAL_ACCEPTANCE] * depth, self._costs(rows, self.of(greedy), horizon=1))
+        plain, *plans = search.chains([TRIAL_ACCEPTANCE] * depth, self._costs(rows, self.of(greedy, rows=len(rows)), horizon=1))
         affordable = [plan for plan in plans if plan.seconds - plain.seconds <= most] or plans[:1]
         return max(affordable, key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plain.seconds, 1e-12))
 
@@ -209,7 +226,8 @@ class Forecaster:
         if len(self._records) > 4 * len(rows) + 64:  # rows have come and gone
             self._records = {row.slot: self._record(row) for row in rows}
         memory = HASTE if trying else MEMORY
-        acceptance.observe(done.asked, done.drafted, done.accepted, static_parents=done.static_parents, paths=done.paths, memory=memory)
+        for each in dict.fromkeys((acceptance, self.of(done.greedy, rows=len(rows)))):
+            each.observe(done.asked, done.drafted, done.accepted, static_parents=done.static_parents, paths=done.paths, memory=memory)
 
     def worth(self, rows: Sequence[Row], done: Round, plain: float, *, together: bool) -> float:
         """Seconds of plain decoding that a round's tokens save: of rows that end together, those until the last one is done."""
@@ -225,7 +243,7 @@ class Forecaster:
 
     def price(self, shape: TreeShape, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
         """What ``shape`` promises."""
-        acceptance = self.of(greedy)
+        acceptance = self.of(greedy, rows=len(rows))
         costs = self._lasting(rows, acceptance)
         if not isinstance(shape, StaticShape):
             return search.Plan(shape, self.grown[greedy].tokens, self.grown[greedy].seconds * search.plain(costs).seconds)
@@ -325,11 +343,12 @@ class Forecaster:
 
     def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
         available, sizes = acceptance.availability, self._scored(range(1, self.largest.nodes + 2))
-        verify, trees = (self.costs.verify(rows, sizes, context, branching=branching) for branching in (False, True))
+        verify = self.costs.verify(rows, sizes, context)
+        trees = self.costs.verify(rows, sizes, context, branching=True)[1:] if self.siblings > 1 else []
         return search.Costs(
             verify=verify,
-            trees=[verify[0], *trees[1:]],
-            draft=lambda levels: self.costs.draft_seconds(rows, levels),
+            trees=[verify[0], *trees] if trees else [],
+            draft=self.costs.drafts(rows),
             once=once,
             available=available,
             any_row=1.0 if self._filler else 1 - (1 - available) ** rows,

@@ -35,10 +35,12 @@ def largest_shape(
 
 
 def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape], bool]) -> StaticShape:
-    """The largest shape that the target, the drafter and whoever else has a say in ``fits`` can do; a chain where trees are out."""
+    """The largest shape that the target, the drafter and whoever else has a say in ``fits`` can do; a chain where trees are out. Where
+    copies are followed as chains, these may have as many tokens as a tree has elsewhere: copying more costs nothing."""
     room = None if target.trained is None else target.trained // 4
-    depth = DEPTH if room is None else max(1, min(DEPTH, room))
     info = drafter.info
+    depth = NODES if info.copies else DEPTH
+    depth = depth if room is None else max(1, min(depth, room))
     depth = depth if info.max_depth is None else min(depth, info.max_depth)
     recorded = any(each.warm_up for each in drafter.draft_models)  # anew for every shape of a tree
     if info.branches and info.auto_branches and target.chains_only is None and not recorded:

@@ -33,4 +33,5 @@ def make_planner(target: Target, drafter: Drafter, rule: Rule, proposal: Proposa
         profile=profile(target, drafter),
         rates=info.rates,
         exits=info.exits,
+        copies=info.copies,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.drafters.exits import Exits
@@ -52,6 +53,18 @@ ALIKE = 2  # times as many rows, or as few, are not measured: a server would mea
 NOTHING = search.chain(0)
 
 
+@dataclass
+class InUse:
+    """A ``forecast`` that is followed until round ``next`` and time ``earliest``, with the rounds that ``used`` its shape, and the tokens
+    that they ``kept``."""
+
+    forecast: Forecast
+    next: int
+    earliest: float
+    used: int = 0
+    kept: int = 0
+
+
 class AutomaticPlanner(Planner):
     """Picks shapes by measured cost and tracked acceptance.
 
@@ -65,6 +78,7 @@ class AutomaticPlanner(Planner):
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right at each depth and rank, as far as that is known beforehand.
         exits: where drafts may leave the target, if there is a choice.
+        copies: drafts are copied from texts; see :class:`~foredraft.planning.forecasts.Forecaster`.
         clock: seconds, for the time that planning itself takes.
     """
 
@@ -82,11 +96,14 @@ class AutomaticPlanner(Planner):
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
         exits: Exits | None = None,
+        copies: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.largest = self.shape = largest
         self.costs = costs or CostModel()
-        self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates, exits=exits)
+        self.forecaster = Forecaster(
+            largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates, exits=exits, copies=copies
+        )
         self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
@@ -97,16 +114,14 @@ class AutomaticPlanner(Planner):
         self._vain_pause = FIRST_PAUSE  # rounds between tries that find nothing to draft
         self._together = True
         self._limits: dict[int, int] | None = None
-        self._forecast: Forecast | None = None
-        self._forecast_for: tuple[int, bool] | None = None
-        self._rounds, self._next, self._drafting = 0, 0, 0
+        self._in_use: dict[bool, InUse] = {}  # by whether the row's last draft was kept whole
+        self._for: tuple[int, bool] | None = None  # rows that these are for, and whether they are greedy
+        self._rounds, self._drafting = 0, 0
         self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
-        self._earliest = 0.0
         self._cold = COLD
         self._checking, self._settling = False, 0  # whether the present round is a check; rounds in a row that recorded something
         self._stalled = False  # the last round with a draft took many times as long as it should
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
-        self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
@@ -130,10 +145,8 @@ class AutomaticPlanner(Planner):
         self.forecaster.begin(own=target.ragged, filler=info.extra_nodes, text=rows == 1, **how)
         if rows == 1 and self.account is not None:
             self.account = max(self.account, 0.0)  # what another text has cost is no reason against drafts for this one
-        if self._forecast is not None and self._forecast.limits is not None:
-            self._forecast = None  # it was made for other rows
-        elif self._forecast is not None:
-            self._next, self._earliest = 0, 0.0  # it was made for another text
+        self._in_use = {kept: each for kept, each in self._in_use.items() if each.forecast.limits is None}
+        self._make_anew()  # they were made for another text, and those with limits for other rows
         if self.profile is not None and not self.costs.target.points and not self._wrong:
             self._checks, self._looks = (CHECKS, LOOKS) if self.profile.read(self.costs) else (0, 0)
             if drafter.info.exits is not None:
@@ -146,7 +159,8 @@ class AutomaticPlanner(Planner):
         share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
         if drafter.info.exits is not None:
             self.costs.leave(drafter.info.exits.layer)
-        self._forecast, self._checks = None, FIRST_CHECKS if drafter.info.shares_target else 0
+        self._checks = FIRST_CHECKS if drafter.info.shares_target else 0
+        self._in_use.clear()
         if self.profile is not None and share >= QUIET:
             self.profile.write(self.costs)
         return self.clock() - begin
@@ -159,7 +173,7 @@ class AutomaticPlanner(Planner):
         self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
         if not self._resting:
             self._rest, self._waived = 0, 0
-        again = self._again if not self._resting and self._forecast_for == (len(rows), greedy) else 0
+        again = self._again if not self._resting and self._for == (len(rows), greedy) else 0
         self._again = max(0, again - 1)
         if self._resting:
             self._rest -= 1
@@ -254,32 +268,31 @@ class AutomaticPlanner(Planner):
 
     def forecast(self, rows: Sequence[Row], *, greedy: bool) -> Forecast:
         """The best plan as things stand; searched for anew only every few rounds, and never so often that it would show."""
-        key = len(rows), greedy
-        if self._forecast is not None and key == self._forecast_for and (self._rounds < self._next or self.clock() < self._earliest):
-            return self._forecast
+        if self._for != (len(rows), greedy):
+            self._in_use.clear()
+            self._for = len(rows), greedy
+        before = self._in_use.get(self.forecaster.running)
+        if before is not None and (self._rounds < before.next or self.clock() < before.earliest):
+            return before.forecast
         begin = self.clock()
-        before = self._forecast
-        growing = before is not None and isinstance(before.best.shape, DynamicShape)
+        growing = before is not None and isinstance(before.forecast.best.shape, DynamicShape)
         layer = self._layer
         forecast = self.forecaster.forecast(rows, greedy=greedy, together=self._together, growing=growing)
         if layer != self._layer:  # what was known of a shape was of another exit
             before, self._alike, self._pause = None, (None, 0.0, 0.0, 0), FIRST_PAUSE
-        if (
-            before is not None
-            and before.lasts
-            and forecast.lasts
-            and key == self._forecast_for
-            and before.best.shape != forecast.best.shape
-        ):
-            same = self.forecaster.price(before.best.shape, rows, greedy=greedy)
+        if before is not None and before.forecast.lasts and forecast.lasts and before.forecast.best.shape != forecast.best.shape:
+            same = self.forecaster.price(before.forecast.best.shape, rows, greedy=greedy)
             if forecast.best.rate < SWITCH * same.rate and (same.shape.nodes == 0 or same.rate > GAIN * forecast.plain.rate):
                 forecast.best = same
-        self._forecast, self._forecast_for = forecast, key
-        self._used = self._kept = 0
-        self._next = self._rounds + 4
         end = self.clock()
-        self._earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * min(end - begin, DEAREST)
+        earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * min(end - begin, DEAREST)
+        self._in_use[self.forecaster.running] = InUse(forecast, self._rounds + 4, earliest)
         return forecast
+
+    def _make_anew(self, *, now: bool = True) -> None:
+        """Replace the plans in use: ``now``, or as soon as the time between two plans is over."""
+        for each in self._in_use.values():
+            each.next, each.earliest = 0, 0.0 if now else each.earliest
 
     @property
     def resting(self) -> int:
@@ -291,6 +304,10 @@ class AutomaticPlanner(Planner):
         return resting
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
+        self._observe(rows, done)
+        self.forecaster.ran(done)
+
+    def _observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting, empty = len(done.asked), done.shape.nodes > 0, not any(done.drafted)
         waived, self._waived = self._waived, 0
         if drafting:
@@ -355,14 +372,14 @@ class AutomaticPlanner(Planner):
         self._empty, self._again = empty, SELDOM - 1 if empty and count == 1 and not self._looking and not vain else 0
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
-            self._next, self._earliest = 0, 0.0
+            self._make_anew()
         if self._looking:
-            self._next, self._earliest = 0, 0.0
+            self._make_anew()
         elif self._trying and not empty:
             self._since_try = 0
             longest = min(LONGEST_PAUSE, max(VAIN_PAUSE, math.ceil(-gain / (LOSS * plain))))
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), longest)
-            self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
+            self._make_anew(now=gain > 0)
         elif vain:
             self._since_try = min(0, self._pause - self._vain_pause)
             self._count_rest(waived, plain)
@@ -387,7 +404,7 @@ class AutomaticPlanner(Planner):
         cost = verify + self.costs.draft_seconds(count, levels, behind)
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=None)
         if self.forecaster.rounds(done.greedy) <= HASTY:
-            self._next, self._earliest = 0, 0.0
+            self._make_anew()
 
     def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
@@ -427,12 +444,13 @@ class AutomaticPlanner(Planner):
 
     def _expected_tokens(self, done: Round) -> float | None:
         """Tokens that the round was to keep, if it was of the plan in use; a plan that does not keep its promise is made anew."""
-        if self._forecast is None or self._trying or self._forecast.best.shape != done.shape or len(done.accepted) != 1:
+        plan = self._in_use.get(self.forecaster.running)
+        if plan is None or self._trying or plan.forecast.best.shape != done.shape or len(done.accepted) != 1:
             return None
-        expected = self._forecast.best.tokens
-        self._used, self._kept = self._used + 1, self._kept + 1 + done.accepted[0]
-        if self._used >= PROVEN and self._kept < BROKEN * expected * self._used:
-            self._next, self._earliest = 0, 0.0
+        expected = plan.forecast.best.tokens
+        plan.used, plan.kept = plan.used + 1, plan.kept + 1 + done.accepted[0]
+        if plan.used >= PROVEN and plan.kept < BROKEN * expected * plan.used:
+            plan.next, plan.earliest = 0, 0.0
         return expected
 
     def _check(self) -> None:
@@ -441,6 +459,7 @@ class AutomaticPlanner(Planner):
         self._since_check += 1
         if self.costs.drift > DRIFT and self._since_check >= BETWEEN_CHECKS:
             self.costs.recheck()
-            self._checks, self._since_check, self._next = CHECKS, 0, 0
+            self._checks, self._since_check = CHECKS, 0
+            self._make_anew(now=False)
         elif self._since_check >= EVERY:
             self._checks, self._since_check = 1, 0
