@@ -172,8 +172,8 @@ class Forecaster:
         return Forecast(best, chains[0], other=other)
 
     def of(self, greedy: bool, *, rows: int = 0) -> Acceptance:
-        """Acceptance of such rounds, all together; for a single one of ``rows``, of those behind a round like the last one (:attr:`running`), if
-        drafts are copies."""
+        """Acceptance of such rounds, all together. Of copies for a single one of ``rows``: that behind rounds like the last one, by
+        :attr:`running`."""
         if greedy not in self.acceptance:
             self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings, self.rates)
         if not self.copies or rows != 1:
