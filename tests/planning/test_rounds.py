@@ -646,6 +646,8 @@ def test_rows_of_a_batch_and_drafts_that_are_no_copies_are_not_told_apart():
         machine = Machine(flat, rates=(0.9,))
         run = Run(machine, planner(machine, rows, copies=copies), rows=rows).go(60)
         assert not run.planner.forecaster._apart and run.planner.forecaster.of(True).rounds > 20
+        forecaster = run.planner.forecaster
+        assert forecaster.of(True, rows=1) is forecaster.of(True), "the last row of a batch goes by what the others have shown"
 
 
 def test_a_fixed_shape_stays():

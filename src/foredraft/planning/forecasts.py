@@ -172,11 +172,11 @@ class Forecaster:
         return Forecast(best, chains[0], other=other)
 
     def of(self, greedy: bool, *, rows: int = 0) -> Acceptance:
-        """Acceptance of such rounds, all together. Of copies for a single one of ``rows``: that behind rounds like the last one, by
-        :attr:`running`."""
+        """Acceptance of such rounds, all together. Of copies for a single one of ``rows`` that was in no batch: that behind rounds like the
+        last one, by :attr:`running`."""
         if greedy not in self.acceptance:
             self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings, self.rates)
-        if not self.copies or rows != 1:
+        if not self.copies or rows != 1 or self._records:
             return self.acceptance[greedy]
         key = greedy, self.running
         if key not in self._apart:
