@@ -360,6 +360,8 @@ class Findings:
         if not self.routed:
             yield Figure(f"{self.name}: a pass over {NODES[1]} nodes, over one", self.pass_quotient(OURS), high=PASS)
         yield self.over("prompt lookup on text that copies, over the best peer's", COPIES, rate, OUR_LOOKUP, peers, low=COPYING)
+        behind = "prompt lookup on text that copies, behind the first token, over the best peer's"
+        yield self.over(behind, COPIES, decoding, OUR_LOOKUP, peers, low=COPYING)
         for length in map(str, self.run.settings.contexts):
             name = f"seconds to the first token behind {length} tokens, over the best peer"
             yield self.over(name, FIRST, lambda each: each.seconds, OURS, plain, high=LATER, category=length)
