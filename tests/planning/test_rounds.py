@@ -655,9 +655,10 @@ def test_a_fixed_shape_stays():
     assert fixed.plan([], greedy=True) is fixed.shape and not fixed.learns and fixed.prepare(None, None, 3) == 0  # type: ignore[arg-type]
 
 
-def test_plans_depend_on_the_past_alone():
+@pytest.mark.parametrize("copies", [False, True])
+def test_plans_depend_on_the_past_alone(copies: bool):
     """Two runs that differ in the last round only have asked for the same shapes up to and including it."""
-    first, second = (Run(Machine(flat, rates=(0.6,)), planner(Machine(flat, rates=(0.6,))), seed=4) for _ in range(2))
+    first, second = (Run(Machine(flat, rates=(0.6,)), planner(Machine(flat, rates=(0.6,)), copies=copies), seed=4) for _ in range(2))
     first.go(60), second.go(59)
     second.machine.rates = (0.0,)
     second.go(1)

@@ -344,10 +344,10 @@ class Forecaster:
     def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
         available, sizes = acceptance.availability, self._scored(range(1, self.largest.nodes + 2))
         verify = self.costs.verify(rows, sizes, context)
-        trees = self.costs.verify(rows, sizes, context, branching=True)[1:] if self.siblings > 1 else []
+        trees = [verify[0], *self.costs.verify(rows, sizes, context, branching=True)[1:]] if self.siblings > 1 else []
         return search.Costs(
             verify=verify,
-            trees=[verify[0], *trees] if trees else [],
+            trees=trees,
             draft=self.costs.drafts(rows),
             once=once,
             available=available,
