@@ -76,7 +76,7 @@ static void take_batch(Chunk *c, int start, int blocks) {
             a.end = b;
             for (int j = 0; j < KEYS; j += 32)
                 pair_of_tiles(c->tokens + t * size, size, packed + (b * KEYS + j) * size, packed + (b * KEYS + j + 16) * size, 16 * TILE_INPUTS, size,
-                              scores + j, KEYS, a.n, 0, 0, 0);
+                              scores + j, KEYS, a.n, 0, 0, 0, 0);
             for (int i = 0; i < a.n; i++) {
                 value *out = chances + i * BATCH * KEYS + b * KEYS;
                 lanes sees[KEYS / 16];
