@@ -780,6 +780,7 @@ FAULTS = [
     Fault("native/__init__.py", "not in flags and not _tiles_allowed()", "not in flags and False", VECTORS),
     Fault("tiles.h", "tile_product(3, 4, 6);", "tile_product(3, 4, 5);", VECTORS),
     Fault("tiles.h", "if (second) tile_product(3, 5, 7);", "if (second) tile_product(3, 5, 6);", VECTORS),
+    Fault("tiles.h", "rest_values(m, o, x, out, T - t, K);", "rest_values(m, o, x - K, out, T - t, K);", VECTORS),
     Fault("tiles.h", "add_values(chances + t * KEYS, KEYS", "add_values(chances, KEYS", PAGED_ATTENTION),  # with AMX
     Fault("attention_tiles.h", "c->slots[t + i] >= at + KEYS - 1", "c->slots[t + i] >= at", VECTORS),
     Fault("tiles.h", "b * 16 == last ? end : from", "b * 16 == last ? room : from", VECTORS),
@@ -799,7 +800,7 @@ FAULTS = [
     Fault("layer.c", "return f32_sub(more, f32_sub(more, p));", "return p;", GROUPED_EXPERTS),
     Fault("costs.py", "max(usual - seconds, LEAST_SPARED * usual)", "max(usual - seconds, 0.0)", COSTS),
     Fault("tiles.h", "x += (size_t)n * K,", "x += K,", VECTORS),
-    Fault("tiles.h", "WIDTH, n, k > 0, 0, 0);", "WIDTH, n, 0, 0, 0);", ("tests/target/test_quantization.py",)),  # with AMX
+    Fault("tiles.h", "WIDTH, n, k > 0, 0, 0, 0);", "WIDTH, n, 0, 0, 0, 0);", ("tests/target/test_quantization.py",)),  # with AMX
     Fault("tiles.h", "brain_from_8((const int8_t *)w + b * block)", "brain_from_8((const int8_t *)w)", VECTORS),
     Fault("gguf.py", "found - 1 if architecture in GEMMA", "found if architecture in GEMMA", GROUPS),
     Fault("gguf.py", 'config.attn_logit_softcapping = field("attn_logit_softcapping")', "pass", GROUPS),
